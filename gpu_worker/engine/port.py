@@ -1,0 +1,133 @@
+"""What the worker's service process and an engine say to each other. Pure.
+
+Nothing outside `gpu_worker.engine` knows which engine runs. A *sequence* is the engine-side state of one attempt;
+its id is unique per attempt, so an id is never reused while an abort of it is under way.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from service_kit.delta import Delta
+from service_kit.sampling import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """One attempt to run.
+
+    `prompt_token_ids` is the original prompt; `output_token_ids` the output of earlier attempts, which is part of the
+    context but never taken for prompt: sampling positions, limits, stop matching, numbering and usage count it as output.
+    """
+
+    sequence_id: str
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int
+    """Class rank: 0 INTERACTIVE, 1 STANDARD, 2 BATCH. Lower goes first."""
+    nonce: int
+    """64-bit number of the attempt; the simulated engine mixes it into every token it makes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Unix times in seconds of one sequence's life in the engine; 0 where it did not come so far."""
+
+    added: float
+    prefill_started: float
+    first_token: float
+    finished: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceFinish:
+    """The engine's last word about a sequence: either `reason` or `failure`, never both.
+
+    `prompt_tokens` is the original prompt, `output_tokens` the last sequence number over all attempts.
+    `matched_stop` is the stop string that ended the output.
+    """
+
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    timings: Timings
+    reason: FinishReason | None = None
+    failure: str | None = None
+    matched_stop: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceOutput:
+    """What one step added to one sequence; `delta` is None when it numbered no token. Not both None."""
+
+    sequence_id: str
+    delta: Delta | None = None
+    finish: SequenceFinish | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """All outputs of one engine step."""
+
+    step: int
+    outputs: tuple[SequenceOutput, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """How full the engine is, as of its last step."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    max_running: int
+    """Limit of sequences in one batch."""
+    largest_batch: int
+    """Most sequences in one step since the start."""
+    num_free_blocks: int
+    num_blocks: int
+    block_size: int
+    kv_waste: float
+    """Share of slots in allocated blocks that hold no token, 0 to 1."""
+    num_preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What the engine serves; announced once, when it is ready."""
+
+    engine: str
+    model: str
+    model_revision: str
+    precision: str
+    context_length: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_running: int
+    details: dict[str, str] = field(default_factory=dict)
+    """Free facts for logs: device, threads, attention backend."""
+
+
+class RefusedSequenceError(Exception):
+    """The engine can never run this sequence (too long, a token outside the vocabulary); the text says why."""
+
+
+class Engine(Protocol):
+    """One model and its batch. Single-threaded: every call comes from the engine process's loop."""
+
+    def capabilities(self) -> Capabilities: ...
+
+    def add(self, spec: SequenceSpec) -> None:
+        """Takes a sequence in; a repeated id changes nothing. Raises RefusedSequenceError."""
+
+    def abort(self, sequence_id: str) -> None:
+        """Ends a sequence; its last output, with reason CANCELLED, comes with the next step. Unknown ids are ignored."""
+
+    def has_work(self) -> bool:
+        """Whether `step` would do anything."""
+
+    def step(self) -> StepOutput:
+        """Runs one step over the batch."""
+
+    def load_report(self) -> LoadReport: ...

@@ -1,0 +1,24 @@
+"""Identifiers, and how the time-ordered ones are made."""
+
+from typing import NewType
+
+import uuid6
+
+GenerationId = NewType("GenerationId", str)
+"""UUIDv7 in canonical text form; sorts by creation time, and the tables are partitioned by it."""
+SessionId = NewType("SessionId", str)
+"""UUIDv7 of one worker incarnation, engine process included."""
+TenantId = NewType("TenantId", str)
+KeyId = NewType("KeyId", str)
+RequestId = NewType("RequestId", str)
+"""The client's idempotency key, unique per tenant."""
+SchedulerId = NewType("SchedulerId", str)
+GatewayId = NewType("GatewayId", str)
+
+
+def new_generation_id() -> GenerationId:
+    return GenerationId(str(uuid6.uuid7()))
+
+
+def new_session_id() -> SessionId:
+    return SessionId(str(uuid6.uuid7()))
