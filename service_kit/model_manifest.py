@@ -62,5 +62,6 @@ def content_revision(directory: Path) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(directory.iterdir()):
         if path.suffix in _HASHED_SUFFIXES and path.name != MANIFEST_NAME:
-            digest.update(path.name.encode() + b"\0" + hashlib.file_digest(path.open("rb"), "blake2b").digest())
+            with path.open("rb") as file:
+                digest.update(path.name.encode() + b"\0" + hashlib.file_digest(file, "blake2b").digest())
     return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""Model directories made on the spot: tiny random Llama models, and simulated models without weights."""
+
+import json
+from pathlib import Path
+
+from gpu_worker.artifacts.simulated_model import (
+    BOS_TOKEN_ID,
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    write_byte_tokenizer,
+    write_simulated_model,
+)
+from service_kit.model_manifest import ModelManifest, content_revision
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "factor": 2.0}
+
+
+def make_simulated_model(directory: Path, *, context_length: int = 4096, name: str = "simulated") -> ModelManifest:
+    """A model for the simulated engine in `directory`."""
+    return write_simulated_model(directory, name=name, context_length=context_length)
+
+
+def make_tiny_llama(
+    directory: Path,
+    *,
+    name: str = "tiny-llama",
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    tied: bool = False,
+    rope: dict[str, object] | None = None,
+    attention_bias: bool = False,
+    vocab_size: int = VOCAB_SIZE,
+    context_length: int = 256,
+    max_shard_size: str = "5GB",
+    seed: int = 0,
+) -> ModelManifest:
+    """A random LlamaForCausalLM of two layers with a byte-level tokenizer in `directory`.
+
+    The weights are large enough that logits differ (standard deviation at least 1), so that a wrong computation changes
+    the greedy output. Token ids from 258 on, when `vocab_size` asks for them, have no text.
+    """
+    # Loaded here: the tests that need only a simulated model run without torch.
+    import torch  # noqa: PLC0415
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    directory.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=context_length,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        attention_bias=attention_bias,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_id=EOS_TOKEN_ID,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", **(rope or {})},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).to(torch.float32)
+        if attention_bias:
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith(".bias"):
+                    torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    write_byte_tokenizer(directory)
+    manifest = ModelManifest(
+        model=name,
+        revision=content_revision(directory),
+        precision="fp32",
+        context_length=context_length,
+        vocab_size=vocab_size,
+        bos_token_id=BOS_TOKEN_ID,
+        eos_token_ids=(EOS_TOKEN_ID,),
+    )
+    manifest.write(directory)
+    return manifest
+
+
+def encode(text: str) -> tuple[int, ...]:
+    """The tokens of `text` in the byte-level tokenizer, without BOS."""
+    return tuple(text.encode())
+
+
+def read_config(directory: Path) -> dict[str, object]:
+    """The config.json of a model directory."""
+    fields: dict[str, object] = json.loads((directory / "config.json").read_text())
+    return fields
