@@ -1,0 +1,100 @@
+"""The bytes that each token id stands for, read from a `tokenizer.json`. Pure but for reading the file.
+
+The format is that of Hugging Face `tokenizers`. Two families of decoders are understood: ByteLevel (GPT-2's printable
+stand-ins for bytes) and Metaspace (SentencePiece's `▁` for a space, with `<0xNN>` tokens for single bytes).
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_NAME = "tokenizer.json"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_METASPACE = "▁"
+_METASPACE_STEPS = frozenset({"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"})
+
+
+class UnsupportedTokenizerError(Exception):
+    """A tokenizer whose tokens cannot be turned into bytes one by one; the text names the file and the part."""
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's map from printable characters to bytes (`bytes_to_unicode` in openai/gpt-2, inverted)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_ALPHABET = byte_level_alphabet()
+
+
+def read_token_bytes(directory: Path) -> tuple[bytes, ...]:
+    """Bytes by token id. Special added tokens have none; other added tokens stand for their literal content.
+
+    An id that the file does not name has none either. Raises UnsupportedTokenizerError.
+    """
+    path = directory / TOKENIZER_NAME
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = _vocabulary(document["model"])
+        added = [
+            (int(token["id"]), str(token["content"]), bool(token["special"])) for token in document["added_tokens"]
+        ]
+        steps = _decoder_steps(document["decoder"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UnsupportedTokenizerError(f"{path}: not a tokenizer file: {error!r}") from error
+    is_byte_level = _is_byte_level(path, steps)
+    has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
+    table = [b""] * (1 + max([*vocabulary.values(), *(token_id for token_id, _, _ in added)], default=-1))
+    for token, token_id in vocabulary.items():
+        table[token_id] = _byte_level(token) if is_byte_level else _metaspace(token, has_byte_tokens=has_byte_tokens)
+    for token_id, content, is_special in added:
+        table[token_id] = b"" if is_special else content.encode()
+    return tuple(table)
+
+
+def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
+    """Token ids by token: a map for BPE and its kin, a list of (token, score) in id order for Unigram."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):
+        return {str(entry[0]): token_id for token_id, entry in enumerate(vocabulary)}
+    return {str(token): int(token_id) for token, token_id in vocabulary.items()}
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _decoder_steps(inner)]
+    return [decoder]
+
+
+def _is_byte_level(path: Path, steps: list[dict[str, Any]]) -> bool:
+    """True for ByteLevel, False for Metaspace. Raises UnsupportedTokenizerError for anything else."""
+    kinds = {str(step["type"]) for step in steps}
+    if kinds == {"ByteLevel"}:
+        return True
+    spaces = [step for step in steps if step["type"] == "Metaspace" or _replaces_metaspace(step)]
+    foreign = [step for step in steps if step["type"] == "Replace" and not _replaces_metaspace(step)]
+    if kinds <= _METASPACE_STEPS and spaces and not foreign:
+        return False
+    named = " + ".join(str(step["type"]) for step in steps) or "none"
+    raise UnsupportedTokenizerError(f"{path}: decoder {named} is not supported (ByteLevel or Metaspace are)")
+
+
+def _replaces_metaspace(step: dict[str, Any]) -> bool:
+    return step["type"] == "Replace" and step.get("pattern") == {"String": _METASPACE} and step.get("content") == " "
+
+
+def _byte_level(token: str) -> bytes:
+    """A token with a character outside the alphabet stands for itself, as in the `tokenizers` decoder."""
+    mapped = [_ALPHABET.get(character) for character in token]
+    known = [byte for byte in mapped if byte is not None]
+    return bytes(known) if len(known) == len(mapped) else token.encode()
+
+
+def _metaspace(token: str, *, has_byte_tokens: bool) -> bytes:
+    """Spaces stay where they are, also at the beginning: the text continues a prompt."""
+    match = _BYTE_TOKEN.fullmatch(token) if has_byte_tokens else None
+    return bytes([int(match[1], 16)]) if match else token.replace(_METASPACE, " ").encode()
