@@ -6,6 +6,7 @@ Pure: every service imports this, none of it reads a clock or a socket.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 
 EMPTY_CHAIN = 0
 """Chain of an output of no tokens."""
@@ -111,7 +112,7 @@ def join(deltas: Iterable[Delta]) -> Delta | None:
     parts = list(deltas)
     if not parts:
         return None
-    for left, right in zip(parts, parts[1:], strict=False):
+    for left, right in pairwise(parts):
         if right.first != left.last + 1 or right.prev_chain != left.chain:
             raise ValueError(f"sequence number {right.first} does not continue {left.last}")
     return Delta(

@@ -1,0 +1,88 @@
+"""The admission queue: an index of QUEUED generations that can always be rebuilt from Postgres.
+
+Entries are hints keyed (generation, attempt). A pop moves them to an in-flight set for 5 s under a pop id; only the grant
+in Postgres decides. All methods raise `QueueUnavailableError` when the queue cannot be reached, and
+`QueueNotReadyError` while its marker is absent (emptied and not yet rebuilt).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Protocol
+
+from service_kit.ids import GenerationId, TenantId
+from state_store.model import ModelKey, PriorityClass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueEntry:
+    """`attempt` is the number of attempts granted before; a requeued generation has a new key and its old place
+    (`arrived_at` is when it was accepted). `prompt_tokens` is the cost charged at pop, `max_tokens` the room it needs."""
+
+    generation_id: GenerationId
+    attempt: int
+    model_key: ModelKey
+    tenant_id: TenantId
+    priority_class: PriorityClass
+    prompt_tokens: int
+    max_tokens: int
+    arrived_at: datetime
+    deadline_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Popped:
+    entry: QueueEntry
+    pop_id: str
+
+
+class EnqueueStatus(StrEnum):
+    ADDED = "ADDED"
+    PRESENT = "PRESENT"
+    """Already queued or in flight with this attempt or a higher one."""
+    FULL = "FULL"
+    """The bound of the class's queue is reached; nothing was added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What sessions of a model can take now."""
+
+    max_entries: int
+    max_tokens: int
+    """Sum of `max_tokens` that fits; the first entry of a pop is taken when it fits alone."""
+
+
+class AdmissionQueue(Protocol):
+    """Class order, then arrival. Shared by all schedulers."""
+
+    async def enqueue_many(self, entries: Sequence[QueueEntry], *, is_bounded: bool) -> list[EnqueueStatus]:
+        """Adds entries; an older attempt's entry of the same generation is replaced. Requeues pass is_bounded=False."""
+
+    async def pop(self, model_key: ModelKey, room: Room) -> list[Popped]:
+        """Moves up to `room` to the in-flight set. Expired entries (deadline_at) are skipped, not returned."""
+
+    async def ack_many(self, popped: Sequence[Popped]) -> None:
+        """Granted, or not to be granted any more: forgets the in-flight entries of exactly these pops."""
+
+    async def return_many(self, popped: Sequence[Popped]) -> None:
+        """Puts entries of exactly these pops back at their old place."""
+
+    async def remove_many(self, items: Sequence[tuple[ModelKey, GenerationId]]) -> None:
+        """Cancelled, expired or finished: leaves every structure at once. Unknown ids are ignored."""
+
+    async def contains_many(self, items: Sequence[tuple[ModelKey, GenerationId, int]]) -> list[bool]:
+        """Whether (generation, attempt) is queued or in flight."""
+
+    async def reap_in_flight(self, model_keys: Sequence[ModelKey]) -> int:
+        """Puts back entries whose pop is older than 5 s; returns how many."""
+
+    async def depth(self, model_key: ModelKey) -> dict[PriorityClass, int]:
+        """Queued entries by class, in-flight ones not counted."""
+
+    async def is_ready(self) -> bool:
+        """Whether the marker is there."""
+
+    async def mark_ready(self) -> None:
+        """Sets the marker; the caller has just enqueued every QUEUED row."""
