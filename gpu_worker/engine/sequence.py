@@ -1,0 +1,92 @@
+"""The scheduling state of one attempt, and the plain data of a step. Pure."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class SequenceState(StrEnum):
+    """Where a sequence stands with the step scheduler."""
+
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    PREEMPTED = "PREEMPTED"
+    """Waiting again after its blocks were taken; it keeps its place."""
+    FINISHED = "FINISHED"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One attempt; mutable, owned by the StepScheduler.
+
+    There are no phases: a step computes some of the tokens between `num_computed_tokens` and the end of `token_ids`, and
+    when it reaches the end, the last row is sampled and `token_ids` grows by one.
+    """
+
+    sequence_id: str
+    token_ids: list[int]
+    """Prompt, output of earlier attempts, and what was sampled since."""
+    num_prompt_tokens: int
+    max_total_tokens: int
+    """Prompt and all output tokens, at most."""
+    priority: int
+    arrival: int = 0
+    state: SequenceState = SequenceState.WAITING
+    num_computed_tokens: int = 0
+    """Tokens whose KV stands in the blocks."""
+    num_cached_tokens: int = 0
+    """Of these, tokens that were found in the prefix cache at the first admission."""
+    block_table: list[int] = field(default_factory=list)
+    """Append-only until the blocks are given back: block i holds tokens i * block_size and following."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its newest token is missing from the KV memory."""
+        return self.num_uncomputed_tokens == 1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: class first, then arrival; never changes, so that a preempted sequence keeps its place."""
+        return (self.priority, self.arrival)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSequence:
+    """What a step computes of one sequence: `token_ids`, which stand at positions from `start` on."""
+
+    sequence_id: str
+    start: int
+    token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+    """Enough blocks for every token up to the end of this step."""
+    is_sampled: bool
+    """Whether the last row reaches the end of the sequence, so that the next token is drawn from it."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens in KV memory after the step."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step over the batch: plain data, so that it can be logged, compared and replayed."""
+
+    sequences: tuple[PlannedSequence, ...]
+    preempted: tuple[str, ...] = ()
+    """Sequences that lost their blocks while this plan was made."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(planned.token_ids) for planned in self.sequences)
+
+    def only(self, sequence_id: str) -> "StepPlan":
+        """The same step for one of its sequences."""
+        return StepPlan(sequences=tuple(planned for planned in self.sequences if planned.sequence_id == sequence_id))
