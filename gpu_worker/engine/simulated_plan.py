@@ -1,0 +1,124 @@
+"""Which sequences of the simulated engine run in a step, and what memory they hold. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedSequence:
+    """One sequence's place in the batch. `rank` is (class, arrival): the smallest goes first, the largest yields."""
+
+    sequence_id: str
+    rank: tuple[int, int]
+    num_tokens: int
+    """Prompt and output so far; the computed ones chase them."""
+    num_computed: int = 0
+    num_blocks: int = 0
+    is_running: bool = False
+
+
+class SimulatedBatch:
+    """Owner of the blocks and of the running set.
+
+    A sequence is admitted when blocks for all its tokens are free and every running one could still take its next block.
+    A running one that finds no block preempts the running one of the largest rank, itself included; a waiting one
+    preempts only strictly lower classes, and nobody overtakes it. The first in rank therefore always gets on.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, max_running: int) -> None:
+        self.num_free_blocks = num_blocks
+        self.largest_batch = 0
+        self.num_preempted = 0
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._max_running = max_running
+        self._sequences: dict[str, SimulatedSequence] = {}
+
+    @property
+    def num_running(self) -> int:
+        return sum(sequence.is_running for sequence in self._sequences.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._sequences) - self.num_running
+
+    def waste(self) -> float:
+        """Share of slots in allocated blocks that hold no token."""
+        num_slots = (self._num_blocks - self.num_free_blocks) * self._block_size
+        num_used = sum(sequence.num_computed for sequence in self._sequences.values())
+        return 1 - num_used / num_slots if num_slots else 0.0
+
+    def add(self, sequence: SimulatedSequence) -> None:
+        self._sequences[sequence.sequence_id] = sequence
+
+    def remove(self, sequence: SimulatedSequence) -> None:
+        self._release(sequence)
+        del self._sequences[sequence.sequence_id]
+
+    def plan(self, budget: int) -> list[tuple[SimulatedSequence, int]]:
+        """The sequences of this step, each with the number of tokens to compute, `budget` in all."""
+        preempted: set[str] = set()
+        is_queue_blocked = False
+        for sequence in sorted(self._sequences.values(), key=lambda each: each.rank):
+            if sequence.is_running:
+                self._make_room(sequence, preempted)
+            elif not is_queue_blocked and sequence.sequence_id not in preempted:
+                self._make_room(sequence, preempted)
+                is_queue_blocked = not sequence.is_running
+        running = sorted((each for each in self._sequences.values() if each.is_running), key=lambda each: each.rank)
+        self.largest_batch = max(self.largest_batch, len(running))
+        return self._share(running, budget)
+
+    def advance(self, sequence: SimulatedSequence, chunk: int) -> bool:
+        """Books computed tokens; True when the sequence makes its next token, which it then still has to compute."""
+        sequence.num_computed += chunk
+        if sequence.num_computed < sequence.num_tokens:
+            return False
+        sequence.num_tokens += 1
+        return True
+
+    def _share(self, running: Sequence[SimulatedSequence], budget: int) -> list[tuple[SimulatedSequence, int]]:
+        """One token for each that decodes, the rest of the budget to prefill chunks in rank order."""
+        num_decoding = sum(each.num_tokens - each.num_computed == 1 for each in running)
+        rest = budget - num_decoding
+        shares = []
+        for each in running:
+            missing = each.num_tokens - each.num_computed
+            chunk = 1 if missing == 1 else min(missing, rest)
+            rest -= chunk if missing > 1 else 0
+            if chunk:
+                shares.append((each, chunk))
+        return shares
+
+    def _make_room(self, sequence: SimulatedSequence, preempted: set[str]) -> None:
+        """Admits a waiting sequence, or gets a running one the blocks of its next tokens, if it can."""
+        if not sequence.is_running and self.num_running >= self._max_running:
+            return
+        needed = -(-sequence.num_tokens // self._block_size) - sequence.num_blocks
+        reserve = 0 if sequence.is_running else self.num_running
+        while self.num_free_blocks < needed + reserve:
+            victim = self._victim(sequence)
+            if victim is None:
+                return
+            self._release(victim)
+            preempted.add(victim.sequence_id)
+            self.num_preempted += 1
+            if victim is sequence:
+                return
+            reserve = 0 if sequence.is_running else self.num_running
+        self.num_free_blocks -= needed
+        sequence.num_blocks += needed
+        sequence.is_running = True
+
+    def _victim(self, sequence: SimulatedSequence) -> SimulatedSequence | None:
+        last = max((each for each in self._sequences.values() if each.is_running), key=lambda e: e.rank, default=None)
+        if last is None or sequence.is_running:
+            return last
+        return last if last.rank[0] > sequence.rank[0] else None
+
+    def _release(self, sequence: SimulatedSequence) -> None:
+        """Takes the blocks back; what was computed has to be computed again."""
+        self.num_free_blocks += sequence.num_blocks
+        sequence.num_blocks = 0
+        sequence.num_computed = 0
+        sequence.is_running = False

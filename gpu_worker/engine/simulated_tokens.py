@@ -1,0 +1,64 @@
+"""What the simulated engine says: a pure function of the context, so that a test can recompute any output. Pure."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from hashlib import blake2b
+
+from gpu_worker.engine.text import TokenTable
+from service_kit.delta import EMPTY_CHAIN, extend_chain
+
+PRINTABLE_BYTES = tuple(range(0x20, 0x7F))
+"""Alphabet of a byte-level tokenizer in which token i is byte i, as simulated models have it."""
+
+
+class TokenMode(StrEnum):
+    """What a simulated token depends on besides prompt, seed and all tokens before it."""
+
+    PROMPT_HASH = "prompt_hash"
+    """Nothing else: every attempt continues alike, as with greedy or seeded sampling."""
+    NONCE = "nonce"
+    """The attempt: every mixture of two attempts is visible in the output."""
+
+
+def printable_alphabet(table: TokenTable) -> tuple[int, ...]:
+    """Ids of the tokens that are one printable ASCII character, in id order."""
+    return tuple(
+        token_id
+        for token_id in range(table.vocab_size)
+        if len(text := table.bytes_of(token_id)) == 1 and text[0] in PRINTABLE_BYTES
+    )
+
+
+def context_hash(prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> int:
+    """Hash of everything before the next token; `extend_chain(context, [token])` continues it."""
+    return extend_chain(extend_chain(EMPTY_CHAIN, prompt_token_ids), output_token_ids)
+
+
+def simulated_number(context: int, *, seed: int, nonce: int) -> int:
+    """64 bits that decide the next token. `nonce` is 0 in mode `prompt_hash`."""
+    parts = b"".join(number.to_bytes(8, "little") for number in (context, seed, nonce))
+    return int.from_bytes(blake2b(parts, digest_size=8).digest(), "little")
+
+
+def simulated_token(context: int, *, seed: int, nonce: int, alphabet: Sequence[int] = PRINTABLE_BYTES) -> int:
+    """The next token after `context`."""
+    return alphabet[simulated_number(context, seed=seed, nonce=nonce) % len(alphabet)]
+
+
+def expected_output(
+    *,
+    prompt_token_ids: Sequence[int],
+    prior_output: Sequence[int],
+    seed: int,
+    nonce: int,
+    count: int,
+    alphabet: Sequence[int] = PRINTABLE_BYTES,
+) -> list[int]:
+    """The `count` tokens that one attempt generates behind `prior_output`, stop rules aside."""
+    context = context_hash(prompt_token_ids, prior_output)
+    output: list[int] = []
+    for _ in range(count):
+        token_id = simulated_token(context, seed=seed, nonce=nonce, alphabet=alphabet)
+        output.append(token_id)
+        context = extend_chain(context, [token_id])
+    return output
