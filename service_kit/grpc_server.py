@@ -113,9 +113,9 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
         handler: Any = await continuation(handler_call_details)
         method: str = handler_call_details.method
         if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED
