@@ -1,0 +1,55 @@
+"""What the model runner, the models and an attention backend say to each other.
+
+A step is one packed batch: the rows of all its sequences behind each other, a decode being a chunk of one row.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRows:
+    """The rows of one sequence in the packed batch."""
+
+    first_row: int
+    num_rows: int
+    context_length: int
+    """Tokens in KV memory after the step; the rows are its last `num_rows` positions."""
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Heads and sizes of every layer, and what the KV memory holds."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_blocks: int
+    block_size: int
+
+
+class StepAttention(Protocol):
+    """Attention of one step; made once, called by every layer."""
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Stores `key` and `value` [T, kv_heads, head_dim] of the rows in the blocks of `layer`, then attends.
+
+        `query` and the result are [T, heads, head_dim]. Row i sees its own sequence up to its own position. Writes the
+        same slots with the same values when a step is repeated.
+        """
+
+
+class AttentionBackend(Protocol):
+    """Owns the KV memory, whose layout is nobody else's business."""
+
+    name: str
+
+    def begin_step(self, rows: list[SequenceRows]) -> StepAttention:
+        """Prepares what is the same in all layers: slots, gathers, masks. Changes nothing."""
+
+    def clear(self, blocks: tuple[int, ...]) -> None:
+        """Overwrites blocks with zeros, so that values that are not numbers cannot reach their next holder."""

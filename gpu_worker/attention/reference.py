@@ -1,0 +1,121 @@
+"""Paged attention in plain torch, on any device: gather the blocks, then scaled_dot_product_attention.
+
+Every other backend is measured against this one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from gpu_worker.attention.port import AttentionShape, SequenceRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Sequences attended together: S of them with Q rows each, their contexts padded to L slots.
+
+    rows: packed row numbers [S * Q]. blocks: padded block tables, flat [S * L / block_size].
+    mask: which slots a row sees, [S, 1, Q * heads per KV head, L].
+    """
+
+    rows: torch.Tensor
+    blocks: torch.Tensor
+    mask: torch.Tensor
+    num_sequences: int
+
+
+class ReferenceAttention:
+    """Implements AttentionBackend. Two tensors per layer, [num_blocks + 1, block_size, kv_heads, head_dim].
+
+    The last block pads block tables. It stays zero: a masked slot has weight zero, but zero times NaN is NaN.
+    """
+
+    name = "reference"
+
+    def __init__(self, shape: AttentionShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.device = device
+        size = (shape.num_layers, shape.num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        # Zeroed memory is only touched when it is used: the operating system commits it block by block.
+        self.keys = torch.zeros(size, device=device, dtype=dtype)
+        self.values = torch.zeros(size, device=device, dtype=dtype)
+
+    def begin_step(self, rows: list[SequenceRows]) -> "ReferenceStep":
+        slots = [self._slots(sequence) for sequence in rows]
+        return ReferenceStep(
+            backend=self,
+            slots=torch.cat(slots).to(self.device),
+            groups=[self._make_group(members) for members in _group(rows, self.shape.block_size)],
+        )
+
+    def clear(self, blocks: tuple[int, ...]) -> None:
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        self.keys[:, index] = 0
+        self.values[:, index] = 0
+
+    def _slots(self, sequence: SequenceRows) -> torch.Tensor:
+        """Slot of each row: block times block_size plus offset."""
+        positions = torch.arange(sequence.context_length - sequence.num_rows, sequence.context_length)
+        table = torch.tensor(sequence.block_table, dtype=torch.int64)
+        block_size = self.shape.block_size
+        return table[positions // block_size] * block_size + positions % block_size
+
+    def _make_group(self, members: list[SequenceRows]) -> _Group:
+        num_rows = members[0].num_rows
+        heads_per_kv_head = self.shape.num_heads // self.shape.num_kv_heads
+        width = max(-(-member.context_length // self.shape.block_size) for member in members)
+        padding = (self.shape.num_blocks,) * width
+        blocks = torch.tensor([(member.block_table + padding)[:width] for member in members], dtype=torch.int64)
+        first_positions = torch.tensor([member.context_length - num_rows for member in members])
+        positions = first_positions[:, None] + torch.arange(num_rows)
+        mask = torch.arange(width * self.shape.block_size) <= positions[:, :, None]
+        first_rows = torch.tensor([member.first_row for member in members])
+        return _Group(
+            rows=(first_rows[:, None] + torch.arange(num_rows)).flatten().to(self.device),
+            blocks=blocks.flatten().to(self.device),
+            mask=mask[:, None].repeat(1, 1, heads_per_kv_head, 1).to(self.device),
+            num_sequences=len(members),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceStep:
+    """Implements StepAttention."""
+
+    backend: ReferenceAttention
+    slots: torch.Tensor
+    groups: list[_Group]
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = self.backend.keys[layer], self.backend.values[layer]
+        keys.flatten(0, 1).index_copy_(0, self.slots, key)
+        values.flatten(0, 1).index_copy_(0, self.slots, value)
+        if len(self.groups) == 1:
+            return self._attend(self.groups[0], query, keys, values)
+        output = torch.empty_like(query)
+        for group in self.groups:
+            output[group.rows] = self._attend(group, query, keys, values)
+        return output
+
+    def _attend(self, group: _Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """One batched attention. The heads that share a KV head become rows of it, so that it is read once."""
+        num_sequences, num_kv_heads = group.num_sequences, self.backend.shape.num_kv_heads
+        num_heads, head_dim = query.shape[1:]
+        rows = query[group.rows].view(num_sequences, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        keys = keys[group.blocks].view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
+        values = values[group.blocks].view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
+        output = scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
+        output = output.reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
+        return output.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+
+
+def _group(rows: list[SequenceRows], block_size: int) -> list[list[SequenceRows]]:
+    """Sequences in order, those of one row together when their block counts are within a factor of two."""
+    groups: dict[tuple[int, int], list[SequenceRows]] = {}
+    for number, sequence in enumerate(rows):
+        num_blocks = -(-sequence.context_length // block_size)
+        key = (0, num_blocks.bit_length()) if sequence.num_rows == 1 else (1, number)
+        groups.setdefault(key, []).append(sequence)
+    return list(groups.values())
