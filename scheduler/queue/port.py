@@ -58,7 +58,10 @@ class AdmissionQueue(Protocol):
     """Class order, then arrival. Shared by all schedulers."""
 
     async def enqueue_many(self, entries: Sequence[QueueEntry], *, is_bounded: bool) -> list[EnqueueStatus]:
-        """Adds entries; an older attempt's entry of the same generation is replaced. Requeues pass is_bounded=False."""
+        """Adds entries; an older attempt's entry of the same generation is replaced. Requeues pass is_bounded=False.
+
+        Unbounded entries are accepted without the marker as well: that is how the queue is rebuilt before `mark_ready`.
+        """
 
     async def pop(self, model_key: ModelKey, room: Room) -> list[Popped]:
         """Moves up to `room` to the in-flight set. Expired entries (deadline_at) are skipped, not returned."""
