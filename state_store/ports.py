@@ -142,7 +142,7 @@ class GenerationStore(Protocol):
         """from_state → final state with output chunk, usage, attempt end, ledger row (and a dead letter when error_reason
         is ATTEMPTS_EXHAUSTED), and the request key's expiry, where state and attempt are as stated. Idempotent."""
 
-    async def requeue_many(self, items: Sequence[AttemptRef]) -> list[RequeueResult]:
+    async def requeue_many(self, items: Sequence[AttemptRef], *, now: datetime | None = None) -> list[RequeueResult]:
         """RUNNING → QUEUED where the attempt is the current one."""
 
     async def record_attempt_ends(self, items: Sequence[AttemptEnd], *, now: datetime | None = None) -> list[bool]:
@@ -240,7 +240,9 @@ class SessionStore(Protocol):
     ) -> list[bool]:
         """Extends leases of LIVE sessions under the stated epoch; False where it is no longer the owner's."""
 
-    async def lose_session(self, session_id: SessionId, owner_epoch: int) -> LostSession | None:
+    async def lose_session(
+        self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
+    ) -> LostSession | None:
         """LIVE → LOST under the stated epoch, attempts requeued; None where the epoch or state is another."""
 
     async def lose_expired(self, *, limit: int, now: datetime | None = None) -> list[LostSession]:

@@ -1,0 +1,10 @@
+"""The whole store in memory: for unit tests and as the model that Postgres is compared with."""
+
+from state_store.memory.generations import MemoryGenerationWrites
+from state_store.memory.keys import MemoryKeys
+from state_store.memory.reads import MemoryGenerationReads
+from state_store.memory.sessions import MemorySessions
+
+
+class MemoryStore(MemoryGenerationWrites, MemoryGenerationReads, MemorySessions, MemoryKeys):
+    """GenerationStore, SessionStore and KeyStore over one shared state; nothing outlives the process."""
