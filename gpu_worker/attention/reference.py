@@ -3,6 +3,8 @@
 Every other backend is measured against this one.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +39,8 @@ class ReferenceAttention:
         self.shape = shape
         self.device = device
         size = (shape.num_layers, shape.num_blocks + 1, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        # Zeroed memory is only touched when it is used: the operating system commits it block by block.
-        self.keys = torch.zeros(size, device=device, dtype=dtype)
-        self.values = torch.zeros(size, device=device, dtype=dtype)
+        self.keys = _zeros(size, device, dtype)
+        self.values = _zeros(size, device, dtype)
 
     def begin_step(self, rows: list[SequenceRows]) -> "ReferenceStep":
         slots = [self._slots(sequence) for sequence in rows]
@@ -119,3 +120,11 @@ def _group(rows: list[SequenceRows], block_size: int) -> list[list[SequenceRows]
         key = (0, num_blocks.bit_length()) if sequence.num_rows == 1 else (1, number)
         groups.setdefault(key, []).append(sequence)
     return list(groups.values())
+
+
+def _zeros(size: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros; on the CPU as an anonymous mapping, which takes memory only page by page as blocks are used."""
+    if device.type != "cpu":
+        return torch.zeros(size, device=device, dtype=dtype)
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(size)

@@ -1,0 +1,114 @@
+"""Builds what a native engine runs on: threads, weights, KV memory, and a first forward."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gpu_worker.attention.port import AttentionShape
+from gpu_worker.attention.reference import ReferenceAttention
+from gpu_worker.engine.host_resources import available_memory_bytes, available_threads
+from gpu_worker.engine.model_runner import ModelRunner
+from gpu_worker.engine.port import Capabilities
+from gpu_worker.engine.sequence import PlannedSequence, StepPlan
+from gpu_worker.engine.settings import PRECISION_BY_DTYPE, EngineSettings, EngineStartError
+from gpu_worker.engine.text import TokenTable
+from gpu_worker.models.config import ModelConfig, read_model_config
+from gpu_worker.models.llama import LlamaModel
+from service_kit.model_manifest import ModelFilesError, ModelManifest, read_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Everything about one loaded model."""
+
+    manifest: ModelManifest
+    capabilities: Capabilities
+    runner: ModelRunner
+    table: TokenTable
+
+
+def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
+    """Loads and warms up. Raises ModelFilesError for the files, EngineStartError for settings and memory."""
+    manifest, config = _read_description(directory)
+    context_length = min(manifest.context_length, config.max_position_embeddings)
+    device, dtype = _device(settings), _dtype(settings)
+    if device.type == "cpu":
+        torch.set_num_threads(settings.threads or available_threads())
+    table = TokenTable.from_directory(directory)
+    model = LlamaModel.load(directory, config, device=device, dtype=dtype)
+    num_blocks = _num_blocks(settings, config, context_length, device)
+    shape = AttentionShape(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+    )
+    attention = ReferenceAttention(shape, device=device, dtype=dtype)
+    runner = ModelRunner(model=model, attention=attention)
+    _warm_up(runner, min(settings.block_size, settings.token_budget))
+    capabilities = Capabilities(
+        engine="native",
+        model=manifest.model,
+        model_revision=manifest.revision,
+        precision=PRECISION_BY_DTYPE[settings.dtype],
+        context_length=context_length,
+        vocab_size=config.vocab_size,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        details={"device": str(device), "threads": str(torch.get_num_threads()), "attention": attention.name},
+    )
+    return EngineParts(manifest=manifest, capabilities=capabilities, runner=runner, table=table)
+
+
+def _read_description(directory: Path) -> tuple[ModelManifest, ModelConfig]:
+    manifest, config = read_manifest(directory), read_model_config(directory)
+    if manifest.vocab_size != config.vocab_size:
+        raise ModelFilesError(
+            f"{directory}: the manifest's vocab_size {manifest.vocab_size} is not config.json's {config.vocab_size}"
+        )
+    return manifest, config
+
+
+def _device(settings: EngineSettings) -> torch.device:
+    try:
+        device = torch.device(settings.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EngineStartError(f"device {settings.device!r} cannot be used: {error}") from error
+    return device
+
+
+def _dtype(settings: EngineSettings) -> torch.dtype:
+    dtype = getattr(torch, settings.dtype)
+    assert isinstance(dtype, torch.dtype), "settings admit only names of types"
+    return dtype
+
+
+def _num_blocks(settings: EngineSettings, config: ModelConfig, context_length: int, device: torch.device) -> int:
+    """Blocks of the pool. Raises EngineStartError unless one sequence of full length fits."""
+    blocks_per_sequence = -(-context_length // settings.block_size)
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        block_bytes = settings.block_size * config.kv_bytes_per_token(_dtype(settings).itemsize)
+        available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
+        affordable = int(available * settings.memory_share) // block_bytes
+        num_blocks = min(affordable, settings.max_running * blocks_per_sequence)
+    if num_blocks < blocks_per_sequence:
+        raise EngineStartError(
+            f"one sequence of {context_length} tokens needs {blocks_per_sequence} KV blocks, "
+            f"there is memory for {num_blocks}"
+        )
+    return num_blocks
+
+
+def _warm_up(runner: ModelRunner, num_tokens: int) -> None:
+    """One small forward, so that the first request does not pay for lazy initialisation."""
+    warm_up = PlannedSequence(
+        sequence_id="warm-up", start=0, token_ids=(0,) * num_tokens, block_table=(0,), is_sampled=True
+    )
+    runner.run(StepPlan(sequences=(warm_up,)))
+    runner.clear((0,))

@@ -1,0 +1,60 @@
+"""Runs a step plan through the model."""
+
+import itertools
+
+import torch
+
+from gpu_worker.attention.port import AttentionBackend, SequenceRows
+from gpu_worker.engine.sequence import PlannedSequence, StepPlan
+from gpu_worker.models.llama import LlamaModel
+
+
+class ModelRunner:
+    """One model and its KV memory on one device."""
+
+    def __init__(self, *, model: LlamaModel, attention: AttentionBackend) -> None:
+        self._model = model
+        self._attention = attention
+
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        """fp32 logits [R, vocab_size], one row per sampled sequence in plan order.
+
+        Writes the KV of the planned tokens. Idempotent: the same plan writes the same slots.
+        """
+        with torch.inference_mode():
+            rows = _pack(plan.sequences)
+            token_ids = [token_id for planned in plan.sequences for token_id in planned.token_ids]
+            positions = [
+                position for planned in plan.sequences for position in range(planned.start, planned.context_length)
+            ]
+            hidden = self._model.forward(
+                self._to_device(token_ids), self._to_device(positions), self._attention.begin_step(rows)
+            )
+            last_rows = [
+                packed.first_row + packed.num_rows - 1
+                for planned, packed in zip(plan.sequences, rows, strict=True)
+                if planned.is_sampled
+            ]
+            return self._model.logits(hidden[self._to_device(last_rows)])
+
+    def clear(self, blocks: tuple[int, ...]) -> None:
+        """Zeroes blocks whose content may not be numbers, before another sequence gets them."""
+        with torch.inference_mode():
+            self._attention.clear(blocks)
+
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._model.device)
+
+
+def _pack(sequences: tuple[PlannedSequence, ...]) -> list[SequenceRows]:
+    """Places the rows of the sequences behind each other."""
+    first_rows = itertools.accumulate((len(planned.token_ids) for planned in sequences), initial=0)
+    return [
+        SequenceRows(
+            first_row=first_row,
+            num_rows=len(planned.token_ids),
+            context_length=planned.context_length,
+            block_table=planned.block_table,
+        )
+        for planned, first_row in zip(sequences, first_rows, strict=False)
+    ]

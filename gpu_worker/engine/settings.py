@@ -1,0 +1,53 @@
+"""How an engine is set up. Pure."""
+
+from dataclasses import dataclass
+
+from gpu_worker.engine.step_scheduler import StepLimits
+
+PRECISION_BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class EngineStartError(Exception):
+    """The engine cannot start with this model, these settings and this machine; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Sizes and placement of a native engine.
+
+    threads: None takes what affinity and control group allow. num_blocks: None takes `memory_share` of the available
+    memory, but not more than max_running sequences of full length need. Limits as in StepLimits.
+    """
+
+    threads: int | None = None
+    num_blocks: int | None = None
+    memory_share: float = 0.3
+    block_size: int = 16
+    max_running: int = 64
+    token_budget: int = 512
+    max_long_prefills: int = 2
+    long_prefill_tokens: int = 256
+    device: str = "cpu"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "num_blocks", "block_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineStartError(f"{name} must be at least 1")
+        if not 0 < self.memory_share <= 1:
+            raise EngineStartError("memory_share must be above 0 and at most 1")
+        if self.dtype not in PRECISION_BY_DTYPE:
+            raise EngineStartError(f"dtype {self.dtype!r} is not one of {sorted(PRECISION_BY_DTYPE)}")
+        try:
+            self.step_limits()
+        except ValueError as error:
+            raise EngineStartError(str(error)) from error
+
+    def step_limits(self) -> StepLimits:
+        return StepLimits(
+            max_running=self.max_running,
+            token_budget=self.token_budget,
+            max_long_prefills=self.max_long_prefills,
+            long_prefill_tokens=self.long_prefill_tokens,
+        )
