@@ -1,0 +1,64 @@
+"""The engine process: `python -m gpu_worker.engine --fd N --progress-fd M --model DIR --settings JSON`.
+
+Spawned by the worker's service process, never forked. Settings are those of the engine that the model's precision asks
+for: SimulatedSettings for "sim", EngineSettings otherwise.
+"""
+
+import argparse
+import ctypes
+import json
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gpu_worker.engine.frames import FatalFrame, encode_frame
+from gpu_worker.engine.port import Engine
+from gpu_worker.engine.process import EngineLoop
+from gpu_worker.engine.progress import ProgressPage
+from gpu_worker.engine.simulated import SIMULATED_PRECISION, SimulatedSettings, load_simulated_engine
+from service_kit.model_manifest import read_manifest
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Runs until the service process closes the socket."""
+    parser = argparse.ArgumentParser(prog="python -m gpu_worker.engine")
+    parser.add_argument("--fd", type=int, required=True, help="connected Unix socket to the service process")
+    parser.add_argument("--progress-fd", type=int, required=True, help="file behind the shared progress page")
+    parser.add_argument("--model", type=Path, required=True, help="model directory")
+    parser.add_argument("--settings", default="{}", help="settings of the engine as a JSON object")
+    arguments = parser.parse_args()
+    _die_with_parent()
+    connection = socket.socket(fileno=arguments.fd)
+    try:
+        engine = load_engine(arguments.model, json.loads(arguments.settings))
+    except Exception as error:
+        connection.sendall(encode_frame(FatalFrame(reason=f"{type(error).__name__}: {error}")))
+        raise
+    EngineLoop(engine, connection, ProgressPage.open(arguments.progress_fd), clock=time.monotonic).run()
+    return 0
+
+
+def load_engine(directory: Path, settings: dict[str, Any]) -> Engine:
+    """The engine for a model directory."""
+    if read_manifest(directory).precision == SIMULATED_PRECISION:
+        return load_simulated_engine(directory, settings=SimulatedSettings(**settings))
+    # Only here is torch loaded: the simulated engine starts without it.
+    from gpu_worker.engine.engine import load_native_engine  # noqa: PLC0415
+    from gpu_worker.engine.settings import EngineSettings  # noqa: PLC0415
+
+    return load_native_engine(directory, settings=EngineSettings(**settings))
+
+
+def _die_with_parent() -> None:
+    """A hung engine does not read end of file: the kernel ends it with its parent where it can (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Bounded waiting for what another process or task does."""
+
+import asyncio
+from collections.abc import Callable
+
+
+async def eventually(condition: Callable[[], bool], *, within_s: float = 10.0) -> None:
+    """Returns when the condition holds; raises TimeoutError when it does not come to hold in time."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
