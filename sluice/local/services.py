@@ -1,0 +1,98 @@
+"""Which service processes a local stack has, and the environment each of them gets. Pure."""
+
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from sluice.local.child import ChildSpec
+
+
+class Service(StrEnum):
+    """The services; the value is the Python package that `python -m` runs."""
+
+    SCHEDULER = "scheduler"
+    GPU_WORKER = "gpu_worker"
+    GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceInstance:
+    """One process of a service; `name` is unique in the stack ("gpu_worker", "gpu_worker-2", …)."""
+
+    name: str
+    service: Service
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceContext:
+    """What all services of one stack share."""
+
+    postgres_dsn: str
+    redis_url: str
+    models_directory: Path
+    model_directory: Path
+    engine: str
+    trace_directory: Path
+    log_directory: Path
+    internal_token: str
+    base_environment: Mapping[str, str] = field(default_factory=dict)
+    """The caller's environment, overridden by what the stack decides."""
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """Settings that override all others, for every service."""
+
+
+def name_instances(counts: Mapping[Service, int]) -> list[tuple[str, Service]]:
+    """Names and services in start order: schedulers first, gateways last."""
+    return [
+        (service.value if number == 1 else f"{service.value}-{number}", service)
+        for service in Service
+        for number in range(1, counts.get(service, 1) + 1)
+    ]
+
+
+def service_spec(instance: ServiceInstance, instances: list[ServiceInstance], context: ServiceContext) -> ChildSpec:
+    """How to run `instance` beside `instances`."""
+    return ChildSpec(
+        name=instance.name,
+        command=(sys.executable, "-m", instance.service.value),
+        log_path=context.log_directory / f"{instance.name}.log",
+        environment={
+            **context.base_environment,
+            "PYTHONUNBUFFERED": "1",
+            "SLUICE_LOG_FORMAT": context.base_environment.get("SLUICE_LOG_FORMAT", "console"),
+            "SLUICE_TRACE_DIR": str(context.trace_directory),
+            "SLUICE_INTERNAL_TOKEN": context.internal_token,
+            **_own_environment(instance, instances, context),
+            **context.overrides,
+        },
+        stop_signal=signal.SIGTERM,
+    )
+
+
+def _own_environment(
+    instance: ServiceInstance, instances: list[ServiceInstance], context: ServiceContext
+) -> dict[str, str]:
+    schedulers = ",".join(other.address for other in instances if other.service is Service.SCHEDULER)
+    stores = {"SLUICE_POSTGRES_DSN": context.postgres_dsn, "SLUICE_REDIS_URL": context.redis_url}
+    match instance.service:
+        case Service.SCHEDULER:
+            return {**stores, "SLUICE_SCHEDULER_LISTEN": instance.address}
+        case Service.GPU_WORKER:
+            return {
+                "SLUICE_WORKER_LISTEN": instance.address,
+                "SLUICE_WORKER_ADVERTISE": instance.address,
+                "SLUICE_SCHEDULERS": schedulers,
+                "SLUICE_MODEL_DIR": str(context.model_directory),
+                "SLUICE_ENGINE": context.engine,
+            }
+        case Service.GATEWAY:
+            return {
+                **stores,
+                "SLUICE_GATEWAY_LISTEN": instance.address,
+                "SLUICE_SCHEDULERS": schedulers,
+                "SLUICE_MODELS_DIR": str(context.models_directory),
+            }
