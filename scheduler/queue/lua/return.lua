@@ -1,0 +1,13 @@
+-- ARGV: per pop: generation, pop id. Puts back what is still in flight under exactly this pop.
+if not is_ready() then
+  return NOT_READY
+end
+
+for i = 1, #ARGV, 2 do
+  if is_popped_as(ARGV[i], ARGV[i + 1]) then
+    put(ARGV[i], find(ARGV[i]))
+    land(ARGV[i])
+  end
+end
+
+return 0
