@@ -1,6 +1,8 @@
 """Identifiers, and how the time-ordered ones are made."""
 
+from datetime import UTC, datetime
 from typing import NewType
+from uuid import UUID
 
 import uuid6
 
@@ -22,3 +24,8 @@ def new_generation_id() -> GenerationId:
 
 def new_session_id() -> SessionId:
     return SessionId(str(uuid6.uuid7()))
+
+
+def minted_at(generation_id: GenerationId) -> datetime:
+    """The moment in the id: its first 48 bits are Unix milliseconds (RFC 9562)."""
+    return datetime.fromtimestamp((UUID(generation_id).int >> 80) / 1000, tz=UTC)

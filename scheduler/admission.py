@@ -1,0 +1,102 @@
+"""Takes new generations in: commit, then tell, then queue."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from scheduler.batcher import Batcher
+from scheduler.policy import queue_entry_of
+from scheduler.queue.port import AdmissionQueue, EnqueueStatus
+from service_kit.crash_point import CrashPoints
+from service_kit.errors import AlreadyExistsError, Reason, UnavailableError
+from service_kit.ids import GenerationId
+from service_kit.logging import get_logger
+from service_kit.sampling import MAX_SEED
+from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass, State
+from state_store.ports import GenerationStore, QuotaPort, SubmitKind, SubmitResult
+
+_log = get_logger()
+
+QUEUE_FULL_MEMORY_S = 1.0
+"""How long a full queue refuses before anything is committed. What was already committed waits for the reaper."""
+
+
+class Admission:
+    """One per scheduler process. Commits come in batches: while one commit runs, the next batch gathers."""
+
+    def __init__(
+        self,
+        *,
+        store: GenerationStore,
+        queue: AdmissionQueue,
+        quota: QuotaPort,
+        crash_points: CrashPoints,
+        on_queued: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`on_queued` wakes the dispatcher; `clock` is monotonic seconds."""
+        self._queue = queue
+        self._store = store
+        self._quota = quota
+        self._crash_points = crash_points
+        self._on_queued = on_queued
+        self._clock = clock
+        self._full_until_s: dict[tuple[ModelKey, PriorityClass], float] = {}
+        self._commits: Batcher[NewGeneration, SubmitResult] = Batcher(self._commit)
+        self.is_draining = False
+
+    async def submit(self, generation: NewGeneration, *, has_seed: bool) -> SubmitResult:
+        """Commits the generation, or finds the one that has its request_id. Raises AlreadyExistsError when that one has
+        other arguments, UnavailableError when nothing can be committed."""
+        if self.is_draining:
+            raise UnavailableError("the scheduler is shutting down", reason=Reason.DRAINING)
+        full_until_s = self._full_until_s.get((generation.model_key, generation.priority_class), 0.0)
+        if self._clock() < full_until_s:
+            raise UnavailableError("the queue of this model and class is full", reason=Reason.QUEUE_FULL)
+        if not has_seed:
+            seeded = replace(generation.sampling, seed=secrets.randbelow(MAX_SEED))
+            generation = replace(generation, sampling=seeded)
+        result = await self._commits.submit(generation)
+        if result.kind is SubmitKind.CONFLICT:
+            raise AlreadyExistsError(
+                "this request_id stands for a request with other arguments",
+                metadata={"generation_id": result.record.generation_id, "request_id": generation.request_id},
+            )
+        return result
+
+    async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult]:
+        results = await self._store.submit_many(generations)
+        self._crash_points.hit("submit.committed")
+        created = [r.record for r in results if r.kind is SubmitKind.CREATED]
+        await self._settle_reservations(generations, results)
+        await self._enqueue(created)
+        return results
+
+    async def _settle_reservations(self, generations: Sequence[NewGeneration], results: Sequence[SubmitResult]) -> None:
+        """Binds what was created; what attached or conflicted gives its reservation back. Failing is harmless: unbound
+        reservations run out by themselves, and rows bind theirs again when they are settled."""
+        bound: list[GenerationId] = []
+        released: list[GenerationId] = []
+        for generation, result in zip(generations, results, strict=True):
+            (bound if result.kind is SubmitKind.CREATED else released).append(generation.generation_id)
+        try:
+            await self._quota.bind_many(bound)
+            await self._quota.release_many(released)
+        except UnavailableError:
+            _log.warning("reservations_not_settled", count=len(results))
+
+    async def _enqueue(self, records: Sequence[GenerationRecord]) -> None:
+        """Queues committed rows. The rows are accepted whatever happens here: the reaper queues what has no entry."""
+        entries = [queue_entry_of(record) for record in records if record.state is State.QUEUED]
+        if not entries:
+            return
+        try:
+            statuses = await self._queue.enqueue_many(entries, is_bounded=True)
+        except UnavailableError:
+            _log.warning("enqueue_left_to_reaper", count=len(entries))
+            return
+        for entry, status in zip(entries, statuses, strict=True):
+            if status is EnqueueStatus.FULL:
+                _log.warning("queue_full", generation_id=entry.generation_id, priority_class=entry.priority_class)
+                self._full_until_s[entry.model_key, entry.priority_class] = self._clock() + QUEUE_FULL_MEMORY_S
+        self._on_queued()

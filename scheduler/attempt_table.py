@@ -1,0 +1,120 @@
+"""What a session is expected to run, and what its worker says it runs. No I/O; the clock's value is passed in."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from opentelemetry.trace import Span
+
+from service_kit.ids import GenerationId
+from state_store.model import GenerationRecord
+from state_store.ports import AttemptRef
+
+NAMING_DEADLINE_S = 2.0
+"""A granted attempt that the worker does not name within this time is assigned once more, then lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldAttempt:
+    """An attempt as its worker names it in hello and heartbeats."""
+
+    ref: AttemptRef
+    position: int
+    is_finished: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpectedAttempt:
+    """A granted attempt of this session. `context_tokens` is what it occupies before it produces anything."""
+
+    record: GenerationRecord
+    context_tokens: int
+    expected_since_s: float
+    span: Span
+    is_seen: bool = False
+    is_assigned: bool = False
+    is_reassigned: bool = False
+    is_cancel_wanted: bool = False
+
+    @property
+    def ref(self) -> AttemptRef:
+        return AttemptRef(generation_id=self.record.generation_id, attempt=self.record.attempt)
+
+
+class Overdue(StrEnum):
+    """What to do with an attempt that its worker has not named in time."""
+
+    ASSIGN_AGAIN = "ASSIGN_AGAIN"
+    LOSE = "LOSE"
+
+
+@dataclass(slots=True)
+class AttemptTable:
+    """Owner of a session's expected attempts."""
+
+    _by_generation: dict[GenerationId, ExpectedAttempt] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._by_generation)
+
+    def expect(self, attempt: ExpectedAttempt) -> None:
+        """Adds a granted attempt; a higher attempt of the same generation replaces a lower one."""
+        known = self._by_generation.get(attempt.record.generation_id)
+        if known is not None:
+            if known.record.attempt >= attempt.record.attempt:
+                attempt.span.end()
+                return
+            known.span.end()
+        self._by_generation[attempt.record.generation_id] = attempt
+
+    def find(self, ref: AttemptRef) -> ExpectedAttempt | None:
+        known = self._by_generation.get(ref.generation_id)
+        return known if known is not None and known.record.attempt == ref.attempt else None
+
+    def forget(self, ref: AttemptRef) -> None:
+        """The attempt is over, or is somebody else's now."""
+        if (known := self.find(ref)) is not None:
+            known.span.end()
+            del self._by_generation[ref.generation_id]
+
+    def clear(self) -> None:
+        for known in self._by_generation.values():
+            known.span.end()
+        self._by_generation.clear()
+
+    def note_named(self, held: Sequence[HeldAttempt]) -> list[HeldAttempt]:
+        """Marks what the worker names as seen; returns what it names and nobody expects."""
+        unknown = []
+        for attempt in held:
+            if (known := self.find(attempt.ref)) is None:
+                unknown.append(attempt)
+            else:
+                known.is_seen = True
+        return unknown
+
+    def note_produced(self, refs: Iterable[AttemptRef]) -> None:
+        for ref in refs:
+            if (known := self.find(ref)) is not None:
+                known.is_seen = True
+
+    def unseen_tokens(self) -> int:
+        """Context of what was dispatched and does not show in the worker's load report yet."""
+        return sum(known.context_tokens for known in self._by_generation.values() if not known.is_seen)
+
+    def overdue(self, now_s: float) -> list[tuple[ExpectedAttempt, Overdue]]:
+        """Attempts not named in time. The caller assigns again (the time starts anew) or gives the attempt back."""
+        due = []
+        for known in self._by_generation.values():
+            if known.is_seen or now_s - known.expected_since_s < NAMING_DEADLINE_S:
+                continue
+            due.append((known, Overdue.LOSE if known.is_reassigned else Overdue.ASSIGN_AGAIN))
+        return due
+
+    def missing_at_hello(self, held: Sequence[HeldAttempt]) -> list[ExpectedAttempt]:
+        """Expected attempts that a worker does not name on a new stream. No assignment of an older stream can still
+        reach it, so they are to be assigned again at once."""
+        named = {attempt.ref for attempt in held}
+        return [known for known in self._by_generation.values() if known.ref not in named]
+
+    def all(self) -> list[ExpectedAttempt]:
+        return list(self._by_generation.values())

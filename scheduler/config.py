@@ -1,0 +1,48 @@
+"""Settings of the scheduler process."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from service_kit.environment import Environment
+from service_kit.logging import LogFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """`crash_file` arms the crash points of tests and stays None in production."""
+
+    listen: str
+    scheduler_id: str | None
+    postgres_dsn: str
+    redis_url: str
+    internal_token: str | None
+    lease: timedelta
+    drain: timedelta
+    trace_dir: Path | None
+    otlp_endpoint: str | None
+    log_level: str
+    log_format: LogFormat
+    crash_file: Path | None
+
+    @classmethod
+    def from_environment(cls, environment: Environment) -> "SchedulerConfig":
+        """Raises EnvironmentVariableError, which names the variable."""
+        return cls(
+            listen=environment.text("SLUICE_SCHEDULER_LISTEN", "127.0.0.1:7201"),
+            scheduler_id=environment.optional_text("SLUICE_SCHEDULER_ID"),
+            postgres_dsn=environment.text("SLUICE_POSTGRES_DSN"),
+            redis_url=environment.text("SLUICE_REDIS_URL"),
+            internal_token=environment.optional_text("SLUICE_INTERNAL_TOKEN"),
+            lease=environment.seconds(
+                "SLUICE_LEASE_S", timedelta(seconds=5), minimum=timedelta(seconds=1), maximum=timedelta(minutes=5)
+            ),
+            drain=environment.seconds(
+                "SLUICE_DRAIN_S", timedelta(seconds=5), minimum=timedelta(0), maximum=timedelta(hours=1)
+            ),
+            trace_dir=environment.optional_path("SLUICE_TRACE_DIR"),
+            otlp_endpoint=environment.optional_text("OTEL_EXPORTER_OTLP_ENDPOINT"),
+            log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
+            log_format=LogFormat(environment.choice("SLUICE_LOG_FORMAT", "json", tuple(LogFormat))),
+            crash_file=environment.optional_path("SLUICE_CRASH_FILE"),
+        )

@@ -1,0 +1,150 @@
+"""Decisions of the scheduler as pure functions: what a row's end looks like, who is charged, what fits."""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from scheduler.queue.port import QueueEntry, Room
+from service_kit.delta import Cursor, Delta
+from service_kit.errors import Reason
+from service_kit.sampling import FinishReason
+from state_store.delta_log.port import LogEnd
+from state_store.model import CancelCause, Finish, GenerationRecord, State
+from state_store.transitions import has_attempts_left
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnd:
+    """A worker's last word about an attempt."""
+
+    output_tokens: int
+    cached_prompt_tokens: int
+    finish_reason: FinishReason | None
+    failure: str | None
+    matched_stop: str | None
+
+
+def finish_from_worker(record: GenerationRecord, end: WorkerEnd, output: Delta | None) -> Finish:
+    """The final state of a running generation whose worker has said its last word."""
+    state, error_reason, error_message = State.SUCCEEDED, None, None
+    if end.failure is not None:
+        state, error_reason, error_message = State.FAILED, Reason.ENGINE_FAILURE.value, end.failure
+    elif end.finish_reason is FinishReason.CANCELLED:
+        cause = record.cancel_cause or CancelCause.CLIENT
+        state, error_reason, error_message = cause.final_state, cause.value, _cancel_message(cause)
+    return Finish(
+        generation_id=record.generation_id,
+        from_state=State.RUNNING,
+        attempt=record.attempt,
+        state=state,
+        output=output,
+        output_tokens=end.output_tokens,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+        finish_reason=end.finish_reason if state in (State.SUCCEEDED, State.CANCELLED) else None,
+        matched_stop=end.matched_stop,
+        error_reason=error_reason,
+        error_message=error_message,
+    )
+
+
+def finish_without_worker(record: GenerationRecord, sealed_end: Cursor, output: Delta | None) -> Finish | None:
+    """The final state that recovery gives a row after sealing its log; None when the row is to go on."""
+    if record.cancel_cause is not None:
+        state = record.cancel_cause.final_state
+        reason, message = record.cancel_cause.value, _cancel_message(record.cancel_cause)
+    elif not has_attempts_left(attempt=record.attempt, charged_attempts=record.charged_attempts):
+        state, reason = State.FAILED, Reason.ATTEMPTS_EXHAUSTED.value
+        message = f"given up after {record.attempt} attempts, {record.charged_attempts} of them charged"
+    else:
+        return None
+    return Finish(
+        generation_id=record.generation_id,
+        from_state=record.state,
+        attempt=record.attempt,
+        state=state,
+        output=output,
+        output_tokens=sealed_end.sequence_number,
+        finish_reason=FinishReason.CANCELLED if state is State.CANCELLED else None,
+        error_reason=reason,
+        error_message=message,
+    )
+
+
+def _cancel_message(cause: CancelCause) -> str:
+    return {
+        CancelCause.CLIENT: "cancelled by the caller",
+        CancelCause.GRACE: "nobody read it for longer than its grace period",
+        CancelCause.QUEUE_TIMEOUT: "no worker took it before its queue timeout",
+        CancelCause.DEADLINE: "its deadline passed",
+    }[cause]
+
+
+def log_end_of(record: GenerationRecord) -> LogEnd:
+    """What readers need to know of a final row."""
+    return LogEnd(
+        state=record.state,
+        output_tokens=record.output_tokens,
+        prompt_tokens=record.num_prompt_tokens,
+        cached_prompt_tokens=record.cached_prompt_tokens,
+        finish_reason=record.finish_reason,
+        matched_stop=record.matched_stop,
+        error_reason=record.error_reason,
+        error_message=record.error_message,
+    )
+
+
+def queue_entry_of(record: GenerationRecord, *, output_tokens: int = 0) -> QueueEntry:
+    """The queue entry of a QUEUED row. Its room is what its context needs at once; the output grows block by block and
+    the engine preempts where that does not fit. The queue timeout counts only before the first grant.
+    """
+    limits = [record.deadline_at, record.queue_deadline_at if record.attempt == 0 else None]
+    return QueueEntry(
+        generation_id=record.generation_id,
+        attempt=record.attempt,
+        model_key=record.model_key,
+        tenant_id=record.tenant_id,
+        priority_class=record.priority_class,
+        prompt_tokens=record.num_prompt_tokens,
+        max_tokens=record.num_prompt_tokens + output_tokens + 1,
+        arrived_at=record.created_at,
+        deadline_at=min((limit for limit in limits if limit is not None), default=None),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """A session as the dispatcher sees it. `unseen_tokens` is the context of what was dispatched but not yet named."""
+
+    max_running: int
+    num_outstanding: int
+    num_free_blocks: int
+    block_size: int
+    unseen_tokens: int
+    is_draining: bool
+
+
+LOOK_AHEAD = 2
+"""Attempts given to a session beyond its batch, so that the round trip to the scheduler is hidden."""
+
+
+def room_of(capacity: Capacity) -> Room:
+    """What a session can take now; reports older than the last dispatch are corrected by what it has not yet seen."""
+    if capacity.is_draining:
+        return Room(max_entries=0, max_tokens=0)
+    entries = capacity.max_running + LOOK_AHEAD - capacity.num_outstanding
+    tokens = capacity.num_free_blocks * capacity.block_size - capacity.unseen_tokens
+    return Room(max_entries=max(0, entries), max_tokens=max(0, tokens))
+
+
+def is_charged(*, added_tokens: int, is_uncharged_cause: bool) -> bool:
+    """Whether an attempt that ended early counts against the generation: it added nothing, and its end was not a drain,
+    a blip or a lost assignment.
+    """
+    return added_tokens == 0 and not is_uncharged_cause
+
+
+def is_unwatched_for_too_long(
+    *, last_watched_at: datetime | None, created_at_or_serving_since: datetime, grace: timedelta, now: datetime
+) -> bool:
+    """Grace runs from the later of the last watcher and the moment from which watching could be seen."""
+    since = max(last_watched_at or created_at_or_serving_since, created_at_or_serving_since)
+    return now - since > grace

@@ -1,0 +1,174 @@
+"""Repairs what a crash left half-done, and ends what has waited too long. Every step may run on several schedulers."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from scheduler.cancellation import Cancellation
+from scheduler.policy import is_unwatched_for_too_long, queue_entry_of
+from scheduler.queue.port import AdmissionQueue
+from scheduler.recovery import Recovery
+from scheduler.session_registry import SessionRegistry
+from service_kit.errors import SluiceError, UnavailableError
+from service_kit.ids import GenerationId, minted_at
+from service_kit.logging import get_logger
+from state_store.delta_log.port import DeltaLogWriter
+from state_store.model import CancelCause, GenerationRecord, ModelKey
+from state_store.ports import GenerationStore, SessionStore
+
+_log = get_logger()
+
+PAGE = 500
+UNQUEUED_AGE = timedelta(seconds=2)
+"""A QUEUED row without an entry is younger than this while its scheduler is still about to queue it."""
+
+
+class Store(GenerationStore, SessionStore, Protocol):
+    """Both halves of the truth."""
+
+
+class Reaper:
+    """`run_once` every second. `clock` is monotonic seconds, `now` the wall clock that watch times are compared with."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        log: DeltaLogWriter,
+        queue: AdmissionQueue,
+        registry: SessionRegistry,
+        recovery: Recovery,
+        cancellation: Cancellation,
+        lease: timedelta,
+        clock: Callable[[], float],
+        now: Callable[[], datetime],
+    ) -> None:
+        self._store = store
+        self._log = log
+        self._queue = queue
+        self._registry = registry
+        self._recovery = recovery
+        self._cancellation = cancellation
+        self._lease = lease
+        self._clock = clock
+        self._now = now
+        self._serving_since = now()
+        self._readable_since_s: float | None = None
+
+    async def run_once(self) -> None:
+        """One round. A step that fails does not keep the others from running."""
+        try:
+            await self._store.list_sessions()
+        except UnavailableError as error:
+            self._readable_since_s = None
+            _log.warning("reaper_cannot_read", reason=error.reason)
+            return
+        if self._readable_since_s is None:
+            self._readable_since_s = self._clock()
+        steps: list[Callable[[], Awaitable[None]]] = [
+            self.rebuild_queue,
+            self.lose_expired_sessions,
+            self.adopt_orphans,
+            self.return_in_flight,
+            self.queue_unqueued,
+            self.expire_overdue,
+            self.end_cancelled_queued,
+            self.cancel_unwatched,
+            self.prune,
+        ]
+        for step in steps:
+            try:
+                await step()
+            except UnavailableError as error:
+                self._readable_since_s = None
+                _log.warning("reaper_step_unavailable", step=step.__name__, reason=error.reason)
+            except SluiceError:
+                _log.exception("reaper_step_failed", step=step.__name__)
+
+    async def rebuild_queue(self) -> None:
+        """Fills an emptied queue from Postgres, then lets it serve."""
+        if await self._queue.is_ready():
+            return
+        count = 0
+        async for page in self._queued_pages(min_age=timedelta(0)):
+            await self._queue.enqueue_many([queue_entry_of(record) for record in page], is_bounded=False)
+            count += len(page)
+        await self._queue.mark_ready()
+        _log.info("queue_rebuilt", entries=count)
+
+    async def lose_expired_sessions(self) -> None:
+        """Only after this process has itself read the store for a whole lease: after an outage every lease looks over."""
+        assert self._readable_since_s is not None
+        if self._clock() - self._readable_since_s < self._lease.total_seconds():
+            return
+        for lost in await self._store.lose_expired(limit=PAGE):
+            await self._registry.forget_over([lost.session_id])
+            await self._recovery.recover_session(lost)
+
+    async def adopt_orphans(self) -> None:
+        """Rows whose session is over and that a recovery left RUNNING: sealed and ended now."""
+        await self._recovery.end_rows(await self._store.orphans(limit=PAGE))
+
+    async def return_in_flight(self) -> None:
+        """Entries popped by a dispatcher that died before its grant."""
+        keys = {session.model_key for session in await self._store.list_sessions()}
+        returned = await self._queue.reap_in_flight(list(keys))
+        if returned:
+            _log.warning("in_flight_returned", count=returned)
+
+    async def queue_unqueued(self) -> None:
+        """Rows committed by a scheduler that died before it queued them."""
+        async for page in self._queued_pages(min_age=UNQUEUED_AGE):
+            known = await self._queue.contains_many([_entry_key(record) for record in page])
+            missing = [record for record, is_known in zip(page, known, strict=True) if not is_known]
+            if missing:
+                _log.warning("unqueued_rows_queued", count=len(missing))
+                await self._queue.enqueue_many([queue_entry_of(r) for r in missing], is_bounded=False)
+
+    async def _queued_pages(self, *, min_age: timedelta) -> AsyncIterator[list[GenerationRecord]]:
+        after: GenerationId | None = None
+        while page := await self._store.queued_page(after=after, min_age=min_age, limit=PAGE):
+            yield page
+            after = page[-1].generation_id
+
+    async def expire_overdue(self) -> None:
+        """Deadlines and queue timeouts."""
+        after: GenerationId | None = None
+        while page := await self._store.overdue_page(after=after, limit=PAGE):
+            await self._cancellation.request([(record.generation_id, cause) for record, cause in page])
+            after = page[-1][0].generation_id
+
+    async def end_cancelled_queued(self) -> None:
+        """QUEUED rows whose end was asked for, or that have no attempt left, and whose scheduler died before ending them."""
+        after: GenerationId | None = None
+        while page := await self._store.cancelled_queued_page(after=after, limit=PAGE):
+            await self._recovery.end_rows(page)
+            after = page[-1].generation_id
+
+    async def cancel_unwatched(self) -> None:
+        """Grace: nobody has read it for longer than its caller allows."""
+        after: GenerationId | None = None
+        while page := await self._store.unwatchable_page(after=after, limit=PAGE):
+            watched = await self._log.last_watched_many([generation_id for generation_id, _ in page])
+            now = self._now()
+            over = [
+                (generation_id, CancelCause.GRACE)
+                for (generation_id, grace), last in zip(page, watched, strict=True)
+                if is_unwatched_for_too_long(
+                    last_watched_at=last,
+                    created_at_or_serving_since=max(minted_at(generation_id), self._serving_since),
+                    grace=grace,
+                    now=now,
+                )
+            ]
+            if over:
+                await self._cancellation.request(over)
+            after = page[-1][0]
+
+    async def prune(self) -> None:
+        """Request keys whose 24 h are over."""
+        await self._store.prune_request_keys(limit=PAGE)
+
+
+def _entry_key(record: GenerationRecord) -> tuple[ModelKey, GenerationId, int]:
+    return record.model_key, record.generation_id, record.attempt

@@ -1,0 +1,123 @@
+"""What happens to generations that lost their worker, or that end without one.
+
+Order at a loss: commit QUEUED (the caller has done that) → seal the log → record how the attempt ended → queue again. A
+crash after any of these steps is repaired: the next open fences what a missing seal would have, the reaper queues what
+stands QUEUED without an entry.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from scheduler.coordinator import Coordinator
+from scheduler.output import BrokenOutputError, combine
+from scheduler.policy import finish_without_worker, is_charged, queue_entry_of
+from scheduler.queue.port import AdmissionQueue
+from service_kit.crash_point import CrashPoints
+from service_kit.delta import Cursor
+from service_kit.logging import get_logger
+from state_store.delta_log.port import DeltaLogWriter, LogView, SealItem
+from state_store.model import AttemptOutcome, Finish, GenerationRecord
+from state_store.ports import AttemptEnd, AttemptRef, GenerationStore, LostSession, RequeueKind
+
+_log = get_logger()
+
+
+class Recovery:
+    """One per scheduler process. All methods may be repeated, and may run on several schedulers at once."""
+
+    def __init__(
+        self,
+        *,
+        store: GenerationStore,
+        log: DeltaLogWriter,
+        queue: AdmissionQueue,
+        coordinator: Coordinator,
+        crash_points: CrashPoints,
+    ) -> None:
+        self._store = store
+        self._log = log
+        self._queue = queue
+        self._coordinator = coordinator
+        self._crash_points = crash_points
+
+    async def recover_session(
+        self, lost: LostSession, *, outcome: AttemptOutcome = AttemptOutcome.SESSION_LOST
+    ) -> None:
+        """Continues after a session was declared lost in Postgres."""
+        _log.warning("session_lost", session_id=lost.session_id, requeued=len(lost.requeued), to_end=len(lost.to_end))
+        self._crash_points.hit("requeue.committed")
+        await self._requeue(lost.requeued, outcome)
+        await self.end_rows(lost.to_end)
+
+    async def give_back(self, refs: Sequence[AttemptRef], outcome: AttemptOutcome) -> None:
+        """Takes single attempts from their session and queues them again."""
+        results = await self._store.requeue_many(refs)
+        requeued = [r.record for r in results if r.kind is RequeueKind.REQUEUED and r.record is not None]
+        to_end = [r.record for r in results if r.kind is RequeueKind.TO_END and r.record is not None]
+        await self._requeue(requeued, outcome)
+        await self.end_rows(to_end)
+
+    async def _requeue(self, records: Sequence[GenerationRecord], outcome: AttemptOutcome) -> None:
+        if not records:
+            return
+        views = await self._seal(records)
+        ids = [record.generation_id for record in records]
+        starts = await self._store.stored_ends_many(ids)
+        await self._store.record_attempt_ends(
+            [
+                AttemptEnd(
+                    generation_id=record.generation_id,
+                    attempt=record.attempt,
+                    outcome=outcome,
+                    end_position=max(view.end.sequence_number, start.sequence_number),
+                    is_charged=is_charged(
+                        added_tokens=view.end.sequence_number - start.sequence_number,
+                        is_uncharged_cause=outcome is not AttemptOutcome.SESSION_LOST,
+                    ),
+                )
+                for record, view, start in zip(records, views, starts, strict=True)
+            ]
+        )
+        # The charge may have used up the last attempt: the row as it is now decides.
+        now = [record for record in await self._store.get_many(ids) if record is not None]
+        exhausted = [r for r in now if not r.state.is_terminal and finish_without_worker(r, Cursor(), None) is not None]
+        ended_ids = {record.generation_id for record in exhausted}
+        tokens = {view.generation_id: view.end.sequence_number for view in views}
+        await self._queue.enqueue_many(
+            [
+                queue_entry_of(record, output_tokens=tokens[record.generation_id])
+                for record in now
+                if not record.state.is_terminal and record.generation_id not in ended_ids
+            ],
+            is_bounded=False,
+        )
+        await self.end_rows(exhausted)
+
+    async def end_rows(self, records: Iterable[GenerationRecord]) -> None:
+        """Ends live rows that no worker will end: cancelled or expired while queued, or lost with no attempt left. What
+        was granted in the meantime is left to its worker."""
+        rows = list(records)
+        if not rows:
+            return
+        views = await self._seal(rows)
+        stored = await self._store.read_output_many([row.generation_id for row in rows])
+        full = await self._log.read_many([(row.generation_id, 0) for row in rows])
+        finishes: list[Finish] = []
+        for row, sealed, whole, chunks in zip(rows, views, full, stored, strict=True):
+            try:
+                output = combine(chunks, whole)
+            except BrokenOutputError:
+                _log.exception("output_broken_at_end", generation_id=row.generation_id, attempt=row.attempt)
+                output = chunks
+            end = output.end if output is not None else sealed.base
+            finish = finish_without_worker(row, end, output)
+            if finish is not None:
+                finishes.append(finish)
+        results = await self._store.finish_many(finishes)
+        finals = [r.record for r in results if r.record is not None and r.record.state.is_terminal]
+        await self._coordinator.close_logs(finals)
+        await self._queue.remove_many([(record.model_key, record.generation_id) for record in finals])
+
+    async def _seal(self, records: Sequence[GenerationRecord]) -> list[LogView]:
+        return await self._log.seal_many(
+            [SealItem(generation_id=record.generation_id, attempt=record.attempt) for record in records]
+        )

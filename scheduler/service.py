@@ -1,0 +1,61 @@
+"""The scheduler's servicer: decode, call, encode. Health, errors and traces come from service_kit."""
+
+from typing import Any
+
+from inference.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler.admission import Admission
+from scheduler.cancellation import Cancellation
+from scheduler.codec import decode_announcement, decode_submit
+from scheduler.session_registry import SessionRegistry
+from service_kit.ids import GenerationId, SchedulerId, TenantId
+from service_kit.internal_auth import InternalAuth
+from service_kit.telemetry import tracer
+from state_store.ports import SubmitKind
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Serves gateways and workers."""
+
+    def __init__(
+        self,
+        *,
+        scheduler_id: SchedulerId,
+        admission: Admission,
+        cancellation: Cancellation,
+        registry: SessionRegistry,
+        auth: InternalAuth,
+    ) -> None:
+        self._scheduler_id = scheduler_id
+        self._admission = admission
+        self._cancellation = cancellation
+        self._registry = registry
+        self._auth = auth
+
+    async def Submit(  # noqa: N802
+        self, request: scheduler_pb2.SubmitRequest, context: Any
+    ) -> scheduler_pb2.SubmitResponse:
+        self._auth.check(context)
+        with tracer().start_as_current_span(
+            "scheduler.submit", attributes={"generation_id": request.generation_id, "model": request.model}
+        ):
+            result = await self._admission.submit(decode_submit(request), has_seed=request.has_seed)
+        return scheduler_pb2.SubmitResponse(
+            generation_id=result.record.generation_id,
+            created=result.kind is SubmitKind.CREATED,
+            state=result.record.state,
+            prompt_tokens=result.record.num_prompt_tokens,
+        )
+
+    async def Cancel(  # noqa: N802
+        self, request: scheduler_pb2.CancelRequest, context: Any
+    ) -> scheduler_pb2.CancelResponse:
+        self._auth.check(context)
+        state = await self._cancellation.cancel(TenantId(request.tenant_id), GenerationId(request.generation_id))
+        return scheduler_pb2.CancelResponse(state=state)
+
+    async def AnnounceWorker(  # noqa: N802
+        self, request: scheduler_pb2.AnnounceWorkerRequest, context: Any
+    ) -> scheduler_pb2.AnnounceWorkerResponse:
+        self._auth.check(context)
+        owner_epoch = await self._registry.announce(decode_announcement(request, scheduler_id=self._scheduler_id))
+        return scheduler_pb2.AnnounceWorkerResponse(scheduler_id=self._scheduler_id, owner_epoch=owner_epoch)

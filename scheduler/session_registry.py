@@ -1,0 +1,150 @@
+"""The worker sessions that this scheduler owns: taking them, keeping their leases, losing them."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+from scheduler.attempt_table import Overdue
+from scheduler.recovery import Recovery
+from scheduler.retry import until_available
+from scheduler.worker_session import SessionExit, WorkerSession
+from service_kit.errors import AbortedError
+from service_kit.ids import SessionId
+from service_kit.logging import get_logger
+from state_store.model import AttemptOutcome, GenerationRecord, NewSession
+from state_store.ports import AttemptRef, OpenKind, SessionStore
+
+_log = get_logger()
+
+
+class SessionRegistry:
+    """Owner of the sessions' tasks. A session is here under exactly one owner_epoch."""
+
+    def __init__(
+        self,
+        *,
+        store: SessionStore,
+        recovery: Recovery,
+        make_session: Callable[[NewSession, int], WorkerSession],
+        clock: Callable[[], float],
+        lease: timedelta,
+    ) -> None:
+        self._store = store
+        self._recovery = recovery
+        self._make_session = make_session
+        self._clock = clock
+        self._lease = lease
+        self._sessions: dict[SessionId, tuple[WorkerSession, asyncio.Task[None]]] = {}
+
+    def ready(self) -> list[WorkerSession]:
+        """Sessions that can take work, those with the fewest attempts first."""
+        sessions = [session for session, _ in self._sessions.values() if session.is_ready]
+        return sorted(sessions, key=lambda session: len(session.table))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def announce(self, new: NewSession) -> int:
+        """Takes the session over and starts to talk to its worker; returns the owner_epoch. Raises AbortedError when the
+        session is over: the worker must come back as a new one."""
+        opened = await self._store.open_session(new, lease=self._lease)
+        if opened.kind is OpenKind.OVER:
+            raise AbortedError("the session is over; announce a new one", metadata={"session_id": new.session_id})
+        await self._drop(new.session_id)
+        session = self._make_session(new, opened.owner_epoch)
+        for record in opened.running:
+            session.expect(record)
+        self._sessions[new.session_id] = (session, asyncio.create_task(self._run(session)))
+        _log.info(
+            "session_opened",
+            session_id=new.session_id,
+            worker_id=new.worker_id,
+            owner_epoch=opened.owner_epoch,
+            running=len(opened.running),
+        )
+        return opened.owner_epoch
+
+    async def _run(self, session: WorkerSession) -> None:
+        exit_ = await session.run()
+        if self._sessions.get(session.session.session_id, (None, None))[0] is session:
+            del self._sessions[session.session.session_id]
+        session_id, owner_epoch = session.session.session_id, session.owner_epoch
+        if exit_ is SessionExit.DRAINED and await until_available(
+            lambda: self._store.end_session(session_id, owner_epoch)
+        ):
+            _log.info("session_drained", session_id=session_id)
+            return
+        # Refused under our epoch when another scheduler took it over: then it is not ours to lose.
+        lost = await until_available(lambda: self._store.lose_session(session_id, owner_epoch))
+        if lost is None:
+            _log.info("session_left_to_its_owner", session_id=session_id)
+            return
+        outcome = AttemptOutcome.HANDED_BACK if exit_ is SessionExit.DRAINED else AttemptOutcome.SESSION_LOST
+        await until_available(lambda: self._recovery.recover_session(lost, outcome=outcome))
+
+    async def _drop(self, session_id: SessionId) -> None:
+        """Hangs up without losing the session: somebody newer owns it."""
+        known = self._sessions.pop(session_id, None)
+        if known is not None:
+            known[1].cancel()
+            await asyncio.gather(known[1], return_exceptions=True)
+
+    def cancel_attempt(self, record: GenerationRecord) -> None:
+        """Tells the worker of a running row, if its session is owned here; else its owner finds the cause by itself."""
+        if record.session_id is not None and record.session_id in self._sessions:
+            session, _ = self._sessions[record.session_id]
+            session.cancel(AttemptRef(generation_id=record.generation_id, attempt=record.attempt))
+
+    async def renew_once(self) -> None:
+        """Extends the leases of sessions whose worker speaks; hangs up on those that are no longer ours. A worker that
+        is silent for a whole lease loses it by the database's clock."""
+        heard = [
+            session
+            for session, _ in self._sessions.values()
+            if self._clock() - session.last_heard_s < self._lease.total_seconds() / 2
+        ]
+        if not heard:
+            return
+        renewed = await self._store.renew_many(
+            [(session.session.session_id, session.owner_epoch) for session in heard], lease=self._lease
+        )
+        for session, is_renewed in zip(heard, renewed, strict=True):
+            known = self._sessions.get(session.session.session_id)
+            if not is_renewed and known is not None and known[0] is session:
+                _log.warning("session_deposed", session_id=session.session.session_id)
+                await self._drop(session.session.session_id)
+
+    async def compare_once(self) -> None:
+        """Compares the sessions with Postgres: adopts grants this process forgot (an ambiguous commit), passes on
+        cancels that were recorded elsewhere, gives back what a worker did not name after a second assignment."""
+        sessions = {session.session.session_id: session for session, _ in self._sessions.values()}
+        for record in await self._store.running_of(list(sessions)):
+            session = sessions[record.session_id] if record.session_id is not None else None
+            if session is None:
+                continue
+            ref = AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
+            if session.table.find(ref) is None and not session.is_ending(ref):
+                session.expect(record)
+            if record.cancel_cause is not None:
+                session.cancel(ref)
+        for session in sessions.values():
+            overdue = [
+                attempt.ref
+                for attempt, what in session.table.overdue(self._clock())
+                if what is Overdue.LOSE and session.is_ready
+            ]
+            if overdue:
+                _log.warning("assignments_lost", session_id=session.session.session_id, count=len(overdue))
+                await self._recovery.give_back(overdue, AttemptOutcome.ASSIGNMENT_LOST)
+                for ref in overdue:
+                    session.table.forget(ref)
+
+    async def forget_over(self, session_ids: list[SessionId]) -> None:
+        """Hangs up on sessions that a reaper has declared lost."""
+        for session_id in session_ids:
+            await self._drop(session_id)
+
+    async def stop(self) -> None:
+        """Hangs up on all; their leases let another scheduler, or the reaper, take over."""
+        for session_id in list(self._sessions):
+            await self._drop(session_id)
