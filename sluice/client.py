@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 import grpc
-from inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
+from inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from service_kit.delta import Cursor
 from service_kit.errors import Reason
 from service_kit.grpc_client import open_channel

@@ -3,8 +3,8 @@
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
-from inference.v1 import inference_pb2, types_pb2
 
+from inference.v1 import inference_pb2, types_pb2
 from service_kit.delta import Cursor
 from service_kit.errors import InternalError, InvalidArgumentError
 from service_kit.sampling import FinishReason

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from inference.v1 import types_pb2
-
 from sluice.client import ClientSettings, SluiceClient
 from sluice.client_events import Accepted, Event, Input
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from sluice.errors import UserError
+
 _LAUNCHER = str(Path(__file__).with_name("die_with_parent.py"))
 
 
-class LocalServerError(Exception):
+class LocalServerError(UserError):
     """A local server or service that cannot run; the text is one line that says what to do."""
 
 

@@ -1,0 +1,116 @@
+"""`sluice up`: the whole service on this machine, until Ctrl-C."""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from state_store.postgres.store import PostgresStore
+
+from sluice.commands.models import DEFAULT_MODEL, DEFAULT_SIMULATED_MODEL, require_model
+from sluice.console import PrefixedLog
+from sluice.home import Home, find_home
+from sluice.keys import LOCAL_TENANT, keep_or_create_key
+from sluice.local.server_state import write_private
+from sluice.local.stack import LocalStack, StackSettings
+from state_store.postgres.migrate import upgrade
+
+_START_TIMEOUT_S = 180.0
+_SUPERVISE_S = 0.25
+
+
+class Engine(StrEnum):
+    """What computes: the native engine with real weights, or the simulated one."""
+
+    NATIVE = "native"
+    SIMULATED = "simulated"
+
+
+def up_command(
+    *,
+    model: Annotated[str | None, typer.Option(help="Model to serve, by its name in the cache.")] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="native, or simulated: no model, for trying things out.")
+    ] = Engine.NATIVE,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free one.")] = 50051,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where everything lies; default: SLUICE_HOME or .sluice.")
+    ] = None,
+) -> None:
+    """Run Postgres, Valkey, gateway, scheduler and worker here; Ctrl-C stops them all."""
+    home = find_home(data_dir)
+    name = model or (DEFAULT_MODEL if engine is Engine.NATIVE else DEFAULT_SIMULATED_MODEL)
+    require_model(home, name, engine=engine.value)
+    settings = StackSettings(
+        home=home,
+        models_directory=home.models,
+        model=name,
+        engine=engine.value,
+        gateway_port=port or None,
+    )
+    log = PrefixedLog()
+    stack = LocalStack(settings, on_line=log)
+    with stop_signals() as stop:
+        try:
+            start(stack, home, stop)
+            if not stop.is_set():
+                log("sluice", f"ready: gateway {stack.gateways[0]}, model {name}, engine {engine.value}")
+                log("sluice", 'try in another terminal: sluice generate "What is the capital of France?"')
+            while not stop.wait(_SUPERVISE_S):
+                stack.supervise_once()
+            log("sluice", "stopping")
+        finally:
+            stack.stop()
+    log("sluice", "stopped")
+
+
+def start(stack: LocalStack, home: Home, stop: threading.Event) -> None:
+    """Everything, until it serves or `stop` is set. Raises UserError; the caller stops the stack in any case."""
+    stack.start_servers()
+    if stop.is_set():
+        return
+    upgrade(stack.dsn)
+    _ensure_key(stack.dsn, home.api_key)
+    if stop.is_set():
+        return
+    stack.start_services()
+    stack.wait_serving(timeout_s=_START_TIMEOUT_S, has_to_stop=stop.is_set)
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, instead of breaking into whatever runs."""
+    stop = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ensure_key(dsn: str, path: Path) -> None:
+    """A key that works, in `path`, readable by its owner only."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        text = ""
+    kept = asyncio.run(_keep_or_create(dsn, text))
+    if kept != text:
+        write_private(path, f"{kept}\n")
+
+
+async def _keep_or_create(dsn: str, text: str) -> str:
+    store = PostgresStore(dsn)
+    await store.open()
+    try:
+        return await keep_or_create_key(store, text, LOCAL_TENANT)
+    finally:
+        await store.close()
