@@ -76,7 +76,7 @@ class SessionStream:
             code = error.code()
         if code is grpc.StatusCode.OK:
             return StreamEnd.CLOSED
-        _log.info("session_stream_ended", address=self._address, code=code.name)
+        _log.debug("session_stream_ended", address=self._address, code=code.name)
         return StreamEnd.REFUSED if code is grpc.StatusCode.ABORTED else StreamEnd.BROKEN
 
     async def _write(self, call: Any) -> StreamEnd:

@@ -161,6 +161,8 @@ class WorkerSession:
             self._stream = SessionStream(self.session.address, opening, internal_token=self._around.internal_token)
             end = await self._stream.run(self._on_response)
             was_ready, self.is_ready = self.is_ready, False
+            if was_ready:
+                _log.warning("session_stream_ended", session_id=self.session.session_id, end=end)
             if end is StreamEnd.CLOSED:
                 return SessionExit.DRAINED
             now_s = self._around.clock()

@@ -1,0 +1,127 @@
+"""How the scheduler's objects hang together; the composition root and the tests build it over their own stores."""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from scheduler.admission import Admission
+from scheduler.assignments import Assignments
+from scheduler.cancellation import Cancellation
+from scheduler.config import SchedulerConfig
+from scheduler.coordinator import Coordinator
+from scheduler.dispatcher import Dispatcher
+from scheduler.queue.port import AdmissionQueue
+from scheduler.reaper import Reaper, Store
+from scheduler.recovery import Recovery
+from scheduler.service import SchedulerServicer
+from scheduler.session_registry import SessionRegistry
+from scheduler.worker_session import Surroundings, WorkerSession
+from service_kit.crash_point import CrashPoints
+from service_kit.ids import SchedulerId
+from service_kit.internal_auth import InternalAuth
+from state_store.delta_log.port import DeltaLogWriter
+from state_store.model import NewSession
+from state_store.ports import PermissiveQuota
+
+
+def _now() -> datetime:
+    return datetime.now(tz=UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The scheduler's objects, wired."""
+
+    servicer: SchedulerServicer
+    cancellation: Cancellation
+    recovery: Recovery
+    coordinator: Coordinator
+    dispatcher: Dispatcher
+    registry: SessionRegistry
+    reaper: Reaper
+    admission: Admission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """`monotonic_s` measures patience, `now` is compared with times in the log."""
+
+    monotonic_s: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = _now
+
+
+def build(
+    config: SchedulerConfig, *, store: Store, log: DeltaLogWriter, queue: AdmissionQueue, clocks: Clocks | None = None
+) -> Parts:
+    """Wires the scheduler over its stores."""
+    clocks = clocks or Clocks()
+    scheduler_id = SchedulerId(config.scheduler_id or f"scheduler-{secrets.token_hex(4)}")
+    crash_points = CrashPoints(config.crash_file)
+    quota = PermissiveQuota()
+    coordinator = Coordinator(store=store, log=log, quota=quota, crash_points=crash_points)
+    assignments = Assignments(store=store, log=log)
+    recovery = Recovery(store=store, log=log, queue=queue, coordinator=coordinator, crash_points=crash_points)
+    wake: list[Callable[[], None]] = []
+
+    def on_room() -> None:
+        for call in wake:
+            call()
+
+    surroundings = Surroundings(
+        store=store,
+        coordinator=coordinator,
+        assignments=assignments,
+        clock=clocks.monotonic_s,
+        internal_token=config.internal_token,
+        on_room=on_room,
+    )
+
+    def make_session(session: NewSession, owner_epoch: int) -> WorkerSession:
+        return WorkerSession(session, owner_epoch=owner_epoch, surroundings=surroundings)
+
+    registry = SessionRegistry(
+        store=store, recovery=recovery, make_session=make_session, clock=clocks.monotonic_s, lease=config.lease
+    )
+    dispatcher = Dispatcher(
+        store=store, queue=queue, assignments=assignments, registry=registry, crash_points=crash_points, now=clocks.now
+    )
+    wake.append(dispatcher.wake)
+    admission = Admission(
+        store=store,
+        queue=queue,
+        quota=quota,
+        crash_points=crash_points,
+        on_queued=dispatcher.wake,
+        clock=clocks.monotonic_s,
+    )
+    cancellation = Cancellation(store=store, registry=registry, recovery=recovery)
+    reaper = Reaper(
+        store=store,
+        log=log,
+        queue=queue,
+        registry=registry,
+        recovery=recovery,
+        cancellation=cancellation,
+        lease=config.lease,
+        clock=clocks.monotonic_s,
+        now=clocks.now,
+    )
+    servicer = SchedulerServicer(
+        scheduler_id=scheduler_id,
+        admission=admission,
+        cancellation=cancellation,
+        registry=registry,
+        auth=InternalAuth(config.internal_token),
+    )
+    return Parts(
+        servicer=servicer,
+        cancellation=cancellation,
+        recovery=recovery,
+        coordinator=coordinator,
+        dispatcher=dispatcher,
+        registry=registry,
+        reaper=reaper,
+        admission=admission,
+    )

@@ -1,0 +1,146 @@
+"""A scheduler inside the test process, over any stores: loops are turned by hand, patience is a number."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+from inference.internal.v1 import scheduler_pb2_grpc
+from scheduler.config import SchedulerConfig
+from scheduler.queue.port import AdmissionQueue
+from scheduler.reaper import Store
+from scheduler.wiring import Clocks, Parts, build
+from service_kit.grpc_server import GrpcServer
+from service_kit.ids import GenerationId, KeyId, RequestId, TenantId, new_generation_id
+from service_kit.logging import LogFormat
+from service_kit.sampling import SamplingParams
+from state_store.delta_log.port import DeltaLogReader, DeltaLogWriter
+from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass
+
+MODEL_KEY = ModelKey(revision="r1", precision="fp32")
+TENANT = TenantId("tenant-a")
+
+
+class Log(DeltaLogWriter, DeltaLogReader):
+    """Both halves of a delta log."""
+
+
+@dataclass(slots=True)
+class ManualClock:
+    """Seconds that pass when a test says so."""
+
+    seconds: float = 0.0
+    started: datetime = field(default_factory=lambda: datetime.now(tz=UTC))
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def now(self) -> datetime:
+        return self.started + timedelta(seconds=self.seconds)
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@dataclass(slots=True, kw_only=True)
+class Stores:
+    store: Store
+    log: Log
+    queue: AdmissionQueue
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerRig:
+    """`parts` are the scheduler's objects, `address` its gRPC server."""
+
+    parts: Parts
+    stores: Stores
+    clock: ManualClock
+    address: str
+
+    async def submit(self, generation: NewGeneration | None = None) -> GenerationRecord:
+        result = await self.parts.admission.submit(generation or make_generation(), has_seed=True)
+        return result.record
+
+    async def dispatch(self) -> bool:
+        return await self.parts.dispatcher.run_once()
+
+    async def record(self, generation_id: str) -> GenerationRecord:
+        found = (await self.stores.store.get_many([GenerationId(generation_id)]))[0]
+        assert found is not None
+        return found
+
+
+def make_config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "listen": "127.0.0.1:0",
+        "scheduler_id": None,
+        "postgres_dsn": "",
+        "redis_url": "",
+        "internal_token": None,
+        "lease": timedelta(seconds=5),
+        "drain": timedelta(0),
+        "trace_dir": None,
+        "otlp_endpoint": None,
+        "log_level": "INFO",
+        "log_format": LogFormat.JSON,
+        "crash_file": None,
+    }
+    return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def running_scheduler(stores: Stores, *, crash_file: Path | None = None) -> AsyncIterator[SchedulerRig]:
+    """A scheduler that serves gRPC; its loops do not run by themselves."""
+    clock = ManualClock()
+    parts = build(
+        make_config(crash_file=crash_file),
+        store=stores.store,
+        log=stores.log,
+        queue=stores.queue,
+        clocks=Clocks(monotonic_s=clock, now=clock.now),
+    )
+    await parts.reaper.rebuild_queue()
+    register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
+    server = GrpcServer(listen="127.0.0.1:0", services={"inference.internal.v1.SchedulerService": register})
+    port = await server.start()
+    try:
+        yield SchedulerRig(parts=parts, stores=stores, clock=clock, address=f"127.0.0.1:{port}")
+    finally:
+        await server.stop(timedelta(0))
+        await parts.registry.stop()
+
+
+def make_generation(
+    *,
+    generation_id: GenerationId | None = None,
+    request_id: str | None = None,
+    request_hash: bytes = b"h" * 32,
+    max_output_tokens: int = 100,
+    prompt_token_ids: tuple[int, ...] = (1, 2, 3),
+    priority_class: PriorityClass = PriorityClass.STANDARD,
+    grace: timedelta | None = None,
+    queue_timeout: timedelta = timedelta(minutes=10),
+    deadline: timedelta | None = None,
+    tenant_id: TenantId = TENANT,
+) -> NewGeneration:
+    """A valid generation; what a test does not name is of no importance to it."""
+    generation_id = generation_id or new_generation_id()
+    return NewGeneration(
+        generation_id=generation_id,
+        tenant_id=tenant_id,
+        key_id=KeyId("key-a"),
+        request_id=RequestId(request_id or f"request-{generation_id}"),
+        request_hash=request_hash,
+        model="scripted-model",
+        model_key=MODEL_KEY,
+        priority_class=priority_class,
+        prompt_token_ids=prompt_token_ids,
+        sampling=SamplingParams(max_output_tokens=max_output_tokens, temperature=0.0),
+        grace=grace,
+        queue_timeout=queue_timeout,
+        deadline=deadline,
+        traceparent="",
+    )

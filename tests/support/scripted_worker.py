@@ -1,0 +1,139 @@
+"""A worker that does only what a test tells it, over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+import grpc
+
+from inference.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
+from service_kit.delta import Delta
+from service_kit.ids import SessionId, new_session_id
+from tests.support.polling import eventually
+
+CAPABILITIES = worker_pb2.WorkerCapabilities(
+    engine="scripted",
+    model="scripted-model",
+    model_revision="r1",
+    precision="fp32",
+    context_length=1000,
+    vocab_size=1000,
+    num_blocks=1000,
+    block_size=16,
+    max_running=16,
+)
+LOAD = worker_pb2.LoadReport(num_free_blocks=1000, num_blocks=1000, block_size=16)
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Answers every Open with a hello; everything else is sent by the test."""
+
+    def __init__(self, session_id: SessionId | None = None) -> None:
+        self.session_id = session_id or new_session_id()
+        self.received: list[worker_pb2.SessionRequest] = []
+        self.held: list[worker_pb2.HeldAttempt] = []
+        self.address = ""
+        self._outgoing: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self._num_batches = 0
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(0)
+
+    async def announce(self, scheduler_address: str) -> scheduler_pb2.AnnounceWorkerResponse:
+        async with grpc.aio.insecure_channel(scheduler_address) as channel:
+            stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            response: scheduler_pb2.AnnounceWorkerResponse = await stub.AnnounceWorker(
+                scheduler_pb2.AnnounceWorkerRequest(
+                    address=self.address,
+                    session_id=self.session_id,
+                    worker_id="scripted",
+                    capabilities=CAPABILITIES,
+                )
+            )
+            return response
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.SessionResponse]:
+        self._outgoing = asyncio.Queue()
+        self._num_batches = 0
+        reader = asyncio.create_task(self._read(request_iterator))
+        try:
+            await eventually(lambda: bool(self.received_of("open")))
+            yield worker_pb2.SessionResponse(
+                hello=worker_pb2.Hello(session_id=self.session_id, capabilities=CAPABILITIES, load=LOAD, held=self.held)
+            )
+            while (response := await self._outgoing.get()) is not None:
+                yield response
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(self, request_iterator: Any) -> None:
+        async for request in request_iterator:
+            self.received.append(request)
+
+    # -- what a test reads
+
+    def received_of(self, kind: str) -> list[Any]:
+        return [getattr(r, kind) for r in self.received if r.WhichOneof("message") == kind]
+
+    def assignments(self) -> list[worker_pb2.Assignment]:
+        return [each for assign in self.received_of("assign") for each in assign.assignments]
+
+    def verdicts(self) -> list[worker_pb2.AttemptVerdict]:
+        return [each for verdict in self.received_of("verdict") for each in verdict.attempts]
+
+    def ended(self) -> list[tuple[str, int]]:
+        return [(a.generation_id, a.attempt) for ack in self.received_of("end_ack") for a in ack.attempts]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await eventually(condition)
+
+    # -- what a test makes it say
+
+    def hang_up(self) -> None:
+        """Ends the stream in good order, as after a drain."""
+        self._outgoing.put_nowait(None)
+
+    def heartbeat(self) -> None:
+        self._outgoing.put_nowait(worker_pb2.SessionResponse(heartbeat=worker_pb2.Heartbeat(load=LOAD, held=self.held)))
+
+    def hold(self, generation_id: str, attempt: int, *, position: int, is_finished: bool = False) -> None:
+        self.held = [each for each in self.held if each.attempt.generation_id != generation_id]
+        ref = worker_pb2.AttemptRef(generation_id=generation_id, attempt=attempt)
+        self.held.append(worker_pb2.HeldAttempt(attempt=ref, position=position, is_finished=is_finished))
+
+    def say(
+        self,
+        generation_id: str,
+        attempt: int,
+        delta: Delta | None,
+        *,
+        finish_reason: str = "",
+        output_tokens: int = 0,
+        failure: str = "",
+    ) -> None:
+        """Sends one delta batch about one attempt; with `finish_reason` or `failure` it is the last word."""
+        item = worker_pb2.AttemptDelta(attempt=worker_pb2.AttemptRef(generation_id=generation_id, attempt=attempt))
+        if delta is not None:
+            item.first, item.prev_chain, item.chain = delta.first, delta.prev_chain, delta.chain
+            item.token_ids.extend(delta.token_ids)
+            item.texts.extend(delta.texts)
+        if finish_reason or failure:
+            item.end.CopyFrom(
+                worker_pb2.AttemptEnd(finish_reason=finish_reason, failure=failure, output_tokens=output_tokens)
+            )
+        self.say_all([item])
+
+    def say_all(self, items: Iterable[worker_pb2.AttemptDelta]) -> None:
+        self._num_batches += 1
+        batch = worker_pb2.DeltaBatch(batch=self._num_batches, deltas=list(items))
+        self._outgoing.put_nowait(worker_pb2.SessionResponse(delta_batch=batch))

@@ -1,0 +1,265 @@
+"""The scheduler over memory stores and a scripted worker: the whole life of a generation, and its races."""
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+import grpc
+import pytest
+
+from inference.internal.v1 import worker_pb2
+from scheduler.queue.memory import MemoryAdmissionQueue
+from service_kit.delta import Cursor, Delta, make_delta
+from service_kit.sampling import FinishReason
+from state_store.delta_log.memory import MemoryDeltaLog
+from state_store.delta_log.port import OpenItem
+from state_store.memory.store import MemoryStore
+from state_store.model import AttemptOutcome, State
+from tests.support.polling import eventually
+from tests.support.scheduler_rig import SchedulerRig, Stores, make_generation, running_scheduler
+from tests.support.scripted_worker import ScriptedWorker
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[SchedulerRig]:
+    def now() -> datetime:
+        return datetime.now(tz=UTC)
+
+    stores = Stores(store=MemoryStore(), log=MemoryDeltaLog(now), queue=MemoryAdmissionQueue(now))
+    async with running_scheduler(stores) as rig:
+        yield rig
+
+
+@pytest.fixture
+async def worker(rig: SchedulerRig) -> AsyncIterator[ScriptedWorker]:
+    worker = ScriptedWorker()
+    await worker.start()
+    await worker.announce(rig.address)
+    await eventually(lambda: bool(rig.parts.registry.ready()))
+    yield worker
+    await worker.stop()
+
+
+def tokens(after: Delta | None, *ids: int) -> Delta:
+    cursor = after.end if after is not None else Cursor()
+    return make_delta(after=cursor, token_ids=ids, texts=[f"<{token_id}>" for token_id in ids])
+
+
+async def granted(rig: SchedulerRig, worker: ScriptedWorker, **changes: object) -> str:
+    record = await rig.submit(make_generation(**changes))  # type: ignore[arg-type]
+    assert await rig.dispatch()
+    await worker.until(lambda: any(a.generation_id == record.generation_id for a in worker.assignments()))
+    return record.generation_id
+
+
+async def test_a_generation_goes_from_submit_to_succeeded_with_its_output_and_one_ledger_row(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = await granted(rig, worker)
+    first = tokens(None, 10, 11)
+    worker.say(generation_id, 1, first)
+    second = tokens(first, 12)
+    worker.say(generation_id, 1, second, finish_reason="STOP", output_tokens=3)
+    await worker.until(lambda: (generation_id, 1) in worker.ended())
+    record = await rig.record(generation_id)
+    assert (record.state, record.finish_reason, record.output_tokens) == (State.SUCCEEDED, FinishReason.STOP, 3)
+    output = (await rig.stores.store.read_output_many([record.generation_id]))[0]
+    assert output is not None
+    assert output.token_ids == (10, 11, 12)
+    assert len(await rig.stores.store.ledger_of(record.generation_id)) == 1
+    view = (await rig.stores.log.read_many([(record.generation_id, 0)]))[0]
+    assert view.terminal is not None
+    assert view.terminal.output_tokens == 3
+
+
+async def test_every_batch_is_acknowledged_in_order(rig: SchedulerRig, worker: ScriptedWorker) -> None:
+    generation_id = await granted(rig, worker)
+    delta: Delta | None = None
+    for token_id in range(5):
+        delta = tokens(delta, token_id)
+        worker.say(generation_id, 1, delta)
+    await worker.until(lambda: [ack.batch for ack in worker.received_of("ack")] == [1, 2, 3, 4, 5])
+
+
+async def test_a_gap_makes_the_worker_send_again_from_the_end_of_the_log(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = await granted(rig, worker)
+    first = tokens(None, 10)
+    worker.say(generation_id, 1, first)
+    worker.say(generation_id, 1, tokens(tokens(first, 11), 12))
+    await worker.until(
+        lambda: (
+            [(v.action, v.resend_from) for v in worker.verdicts() if v.action == worker_pb2.VERDICT_ACTION_RESEND_FROM]
+            == [(worker_pb2.VERDICT_ACTION_RESEND_FROM, 2)]
+        )
+    )
+
+
+async def test_an_end_whose_tokens_are_missing_is_not_committed(rig: SchedulerRig, worker: ScriptedWorker) -> None:
+    generation_id = await granted(rig, worker)
+    worker.say(generation_id, 1, None, finish_reason="STOP", output_tokens=2)
+    await worker.until(lambda: any(v.resend_from == 1 for v in worker.verdicts()))
+    assert (await rig.record(generation_id)).state is State.RUNNING
+
+
+async def test_a_lost_assign_is_repeated_once_and_then_given_back_uncharged(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = await granted(rig, worker)
+    rig.clock.advance(2.1)
+    worker.heartbeat()
+    await worker.until(lambda: len(worker.assignments()) == 2)
+    assert worker.assignments()[0] == worker.assignments()[1]
+    rig.clock.advance(2.1)
+    await rig.parts.registry.compare_once()
+    record = await rig.record(generation_id)
+    assert (record.state, record.attempt, record.charged_attempts) == (State.QUEUED, 1, 0)
+    attempt = (await rig.stores.store.attempts_of(record.generation_id))[0]
+    assert (attempt.outcome, attempt.is_charged) == (AttemptOutcome.ASSIGNMENT_LOST, False)
+
+
+async def test_a_cancel_right_behind_the_assign_reaches_the_worker_after_it(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = await granted(rig, worker)
+    record = await rig.record(generation_id)
+    assert await rig.parts.cancellation.cancel(record.tenant_id, record.generation_id) is State.RUNNING
+    await worker.until(lambda: bool(worker.received_of("cancel")))
+    kinds = [request.WhichOneof("message") for request in worker.received]
+    assert kinds.index("assign") < kinds.index("cancel")
+    worker.say(generation_id, 1, tokens(None, 10), finish_reason="CANCELLED", output_tokens=1)
+    await worker.until(lambda: (generation_id, 1) in worker.ended())
+    ended = await rig.record(generation_id)
+    assert (ended.state, ended.finish_reason, ended.output_tokens) == (State.CANCELLED, FinishReason.CANCELLED, 1)
+
+
+async def test_cancelling_a_queued_generation_ends_it_at_once_and_clears_the_queue(rig: SchedulerRig) -> None:
+    record = await rig.submit()
+    assert await rig.parts.cancellation.cancel(record.tenant_id, record.generation_id) is State.CANCELLED
+    assert await rig.parts.cancellation.cancel(record.tenant_id, record.generation_id) is State.CANCELLED
+    entry = (record.model_key, record.generation_id, 0)
+    assert await rig.stores.queue.contains_many([entry]) == [False]
+    assert len(await rig.stores.store.ledger_of(record.generation_id)) == 1
+
+
+async def test_after_a_lost_worker_the_next_attempt_continues_behind_the_log(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = await granted(rig, worker)
+    first = tokens(None, 10, 11)
+    worker.say(generation_id, 1, first)
+    await worker.until(lambda: bool(worker.received_of("ack")))
+    await worker.stop()
+    await _gone(rig)
+    other = ScriptedWorker()
+    await other.start()
+    try:
+        await other.announce(rig.address)
+        await eventually(lambda: bool(rig.parts.registry.ready()))
+        await _queued_again(rig, generation_id)
+        assert await rig.dispatch()
+        await other.until(lambda: bool(other.assignments()))
+        assignment = other.assignments()[0]
+        assert (assignment.attempt, list(assignment.output_token_ids)) == (2, [10, 11])
+        other.say(generation_id, 2, tokens(first, 12), finish_reason="LENGTH", output_tokens=3)
+        await other.until(lambda: (generation_id, 2) in other.ended())
+    finally:
+        await other.stop()
+    record = await rig.record(generation_id)
+    assert (record.state, record.attempt, record.charged_attempts) == (State.SUCCEEDED, 2, 0)
+    output = (await rig.stores.store.read_output_many([record.generation_id]))[0]
+    assert output is not None
+    assert output.token_ids == (10, 11, 12)
+
+
+async def _gone(rig: SchedulerRig) -> None:
+    """Lets the reconnect window pass, whenever the broken stream is noticed."""
+
+    def is_gone() -> bool:
+        rig.clock.advance(0.6)
+        return not len(rig.parts.registry)
+
+    await eventually(is_gone)
+
+
+async def _queued_again(rig: SchedulerRig, generation_id: str) -> None:
+    record = await rig.record(generation_id)
+    for _ in range(500):
+        record = await rig.record(generation_id)
+        entry = (record.model_key, record.generation_id, record.attempt)
+        if record.state is State.QUEUED and await rig.stores.queue.contains_many([entry]) == [True]:
+            return
+    raise AssertionError(f"still {record.state}")
+
+
+async def test_what_the_worker_names_and_postgres_does_not_know_is_aborted(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = make_generation().generation_id
+    worker.hold(generation_id, 1, position=5)
+    worker.heartbeat()
+    await worker.until(lambda: any(v.action == worker_pb2.VERDICT_ACTION_ABORT for v in worker.verdicts()))
+
+
+async def test_an_attempt_superseded_in_the_log_is_aborted_and_counted(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = await granted(rig, worker)
+    record = await rig.record(generation_id)
+    await rig.stores.log.open_many([OpenItem(generation_id=record.generation_id, attempt=2)])
+    worker.say(generation_id, 1, tokens(None, 10))
+    await worker.until(lambda: any(v.action == worker_pb2.VERDICT_ACTION_ABORT for v in worker.verdicts()))
+    assert rig.parts.coordinator.num_stale_appends == 1
+
+
+async def test_an_emptied_log_is_opened_again_and_refilled_by_the_worker(
+    rig: SchedulerRig, worker: ScriptedWorker
+) -> None:
+    generation_id = await granted(rig, worker)
+    first = tokens(None, 10, 11)
+    worker.say(generation_id, 1, first)
+    await worker.until(lambda: bool(worker.received_of("ack")))
+    rig.stores.log.lose_all()  # type: ignore[attr-defined]
+    worker.say(generation_id, 1, tokens(first, 12))
+    await worker.until(lambda: any(v.resend_from == 1 for v in worker.verdicts()))
+    whole = tokens(None, 10, 11, 12)
+    worker.say(generation_id, 1, whole, finish_reason="STOP", output_tokens=3)
+    await worker.until(lambda: (generation_id, 1) in worker.ended())
+    assert (await rig.record(generation_id)).output_tokens == 3
+
+
+async def test_a_session_that_is_over_must_come_back_as_a_new_one(rig: SchedulerRig, worker: ScriptedWorker) -> None:
+    assert await rig.stores.store.lose_session(worker.session_id, 1) is not None
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.announce(rig.address)
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+
+
+async def test_a_worker_failure_ends_the_generation_as_failed(rig: SchedulerRig, worker: ScriptedWorker) -> None:
+    generation_id = await granted(rig, worker)
+    worker.say(generation_id, 1, None, failure="a row of logits is not finite")
+    await worker.until(lambda: (generation_id, 1) in worker.ended())
+    record = await rig.record(generation_id)
+    assert (record.state, record.error_reason) == (State.FAILED, "ENGINE_FAILURE")
+
+
+async def test_three_attempts_that_add_nothing_end_as_failed_with_a_dead_letter(rig: SchedulerRig) -> None:
+    record = await rig.submit()
+    for attempt in (1, 2, 3):
+        worker = ScriptedWorker()
+        await worker.start()
+        await worker.announce(rig.address)
+        await eventually(lambda: bool(rig.parts.registry.ready()))
+        assert await rig.dispatch()
+        await worker.until(lambda: bool(worker.assignments()))  # noqa: B023
+        assert worker.assignments()[0].attempt == attempt
+        await worker.stop()
+        await _gone(rig)
+        if attempt < 3:
+            await _queued_again(rig, record.generation_id)
+    for _ in range(500):
+        ended = await rig.record(record.generation_id)
+        if ended.state.is_terminal:
+            break
+    assert (ended.state, ended.error_reason, ended.charged_attempts) == (State.FAILED, "ATTEMPTS_EXHAUSTED", 3)
+    assert len(await rig.stores.store.dead_letters(limit=10)) == 1
