@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Regenerates protos/gen from the .proto files. `make protos` runs it; CI runs it and fails on a difference.
+# Generates Python code from the .proto files into gen/ (or the folder given as the first argument).
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
-rm -rf gen/inference
-"$python" -m grpc_tools.protoc -I . --python_out=gen --grpc_python_out=gen --mypy_out=gen --mypy_grpc_out=gen \
-  $(find inference -name '*.proto' | sort)
-find gen/inference -type d -exec touch {}/__init__.py \;
+out=${1:-gen}
+mkdir -p "$out"
+rm -rf "$out/inference"
+mapfile -t files < <(find inference -name '*.proto' | sort)
+"$python" -m grpc_tools.protoc -I . --python_out="$out" --grpc_python_out="$out" --mypy_out="$out" --mypy_grpc_out="$out" \
+  "${files[@]}" 2> >(grep -v '^Writing mypy' >&2)
+find "$out/inference" -type d -exec touch {}/__init__.py \;

@@ -61,7 +61,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             )
             return response
 
-    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[worker_pb2.SessionResponse]:
+    async def Session(  # noqa: N802 - named by the proto
+        self, request_iterator: Any, context: Any
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
         self._outgoing = asyncio.Queue()
         self._num_batches = 0
         reader = asyncio.create_task(self._read(request_iterator))

@@ -1,0 +1,53 @@
+# Every target sets up what it needs. PYTHON is the interpreter that makes the virtual environment (3.11 or newer).
+PYTHON ?= python3
+# The torch to install. On Linux this is a CUDA build of several GB; for the CPU build set PIP_EXTRA_INDEX_URL to PyTorch's
+# index of CPU wheels before the first run.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+READY := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo up test test-fast lint fmt protos protos-check clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$(TORCH)"
+	$(PIP) --editable '.[dev]'
+	touch $@
+
+demo: $(READY) ## pull the small model, start everything, stream one answer, show its trace, stop everything
+	$(BIN)/sluice demo
+
+up: $(READY) ## run the whole stack on this machine until Ctrl-C
+	$(BIN)/sluice up
+
+test: $(READY) ## all tests; starts every server it needs
+	$(BIN)/pytest
+
+test-fast: $(READY) ## tests without separate processes and without the real model
+	$(BIN)/pytest tests/unit tests/contract tests/stateful
+
+lint: $(READY) protos-check ## ruff, mypy strict, import rules, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd protos && ../$(BIN)/buf lint
+
+fmt: $(READY) ## format and fix what can be fixed
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+protos: $(READY) ## regenerate protos/gen
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh
+
+protos-check: $(READY) ## fail when protos/gen is not what the .proto files say
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(CURDIR)/$(BIN)/python protos/check_generated.sh
+
+clean: ## remove the virtual environment and caches; data under .sluice/ stays
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
