@@ -96,17 +96,17 @@ class ReferenceStep:
             return self._attend(self.groups[0], query, keys, values)
         output = torch.empty_like(query)
         for group in self.groups:
-            output[group.rows] = self._attend(group, query, keys, values)
+            output.index_copy_(0, group.rows, self._attend(group, query, keys, values))
         return output
 
     def _attend(self, group: _Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """One batched attention. The heads that share a KV head become rows of it, so that it is read once."""
         num_sequences, num_kv_heads = group.num_sequences, self.backend.shape.num_kv_heads
         num_heads, head_dim = query.shape[1:]
-        rows = query[group.rows].view(num_sequences, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        rows = query.index_select(0, group.rows).view(num_sequences, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        keys = keys[group.blocks].view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
-        values = values[group.blocks].view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
+        keys = keys.index_select(0, group.blocks).view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
+        values = values.index_select(0, group.blocks).view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
         output = scaled_dot_product_attention(rows, keys, values, attn_mask=group.mask)
         output = output.reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
         return output.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)

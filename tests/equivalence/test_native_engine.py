@@ -1,0 +1,209 @@
+"""The native engine against transformers, token for token, however the work is cut and batched."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from gpu_worker.engine.engine import NativeEngine, load_native_engine
+from gpu_worker.engine.loading import load_parts
+from gpu_worker.engine.model_runner import ModelRunner
+from gpu_worker.engine.sequence import StepPlan
+from gpu_worker.engine.settings import EngineSettings
+from service_kit.delta import extend_chain
+from service_kit.sampling import FinishReason
+from tests.support.engine_runs import make_spec, run_to_end
+from tests.support.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, encode, make_tiny_llama
+
+CONTEXT_LENGTH = 192
+NUM_OUTPUT = 40
+PROMPTS = tuple(
+    encode(text)
+    for text in (
+        "The quick brown fox jumps over the lazy dog and then sleeps in the sun until the evening comes.",
+        "x",
+        "Pack my box with five dozen liquor jugs",
+        "0123456789 abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ, and again: 0123456789 abcdefghijklmnopqrs",
+        "héllo wörld",
+    )
+)
+VARIANTS = {
+    "grouped-query, untied": {"num_kv_heads": 2},
+    "grouped-query, tied": {"num_kv_heads": 2, "tied": True},
+    "multi-head": {"num_kv_heads": 4},
+    "multi-query": {"num_kv_heads": 1},
+    "llama3 rope": {"rope": LLAMA3_ROPE},
+    "linear rope": {"rope": LINEAR_ROPE},
+    "attention bias": {"attention_bias": True},
+    "three shards": {"max_shard_size": "100KB"},
+}
+
+
+@dataclass(kw_only=True)
+class RecordingRunner:
+    """Keeps the logits of every sampled row by sequence and context length."""
+
+    runner: ModelRunner
+    logits: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        logits = self.runner.run(plan)
+        sampled = [planned for planned in plan.sequences if planned.is_sampled]
+        for planned, row in zip(sampled, logits, strict=True):
+            self.logits[planned.sequence_id, planned.context_length] = row.clone()
+        return logits
+
+    def clear(self, blocks: tuple[int, ...]) -> None:
+        self.runner.clear(blocks)
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory):
+    @cache
+    def make(variant: str) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        make_tiny_llama(directory, context_length=CONTEXT_LENGTH, **VARIANTS[variant])
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expected_outputs(model_directory):
+    """Greedy outputs of transformers for PROMPTS."""
+
+    @cache
+    def generate(variant: str) -> tuple[tuple[int, ...], ...]:
+        model = LlamaForCausalLM.from_pretrained(model_directory(variant), dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        outputs = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            output = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_OUTPUT
+            )
+            outputs.append(tuple(output[0, len(prompt) :].tolist()))
+        return tuple(outputs)
+
+    return generate
+
+
+def load(directory: Path, **fields: object) -> NativeEngine:
+    return load_native_engine(directory, settings=EngineSettings(threads=1, num_blocks=128, **fields))
+
+
+def specs(**fields: object):
+    return [
+        make_spec(str(number), prompt, max_output_tokens=NUM_OUTPUT, **fields) for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+def outputs_of(results):
+    return tuple(results[str(number)].token_ids for number in range(len(PROMPTS)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_output_equals_that_of_transformers(variant, model_directory, expected_outputs):
+    results = run_to_end(load(model_directory(variant)), specs())
+    assert outputs_of(results) == expected_outputs(variant)
+    assert len(set(results["0"].token_ids)) > 5, "a constant output would compare nothing"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_those_of_transformers(variant, model_directory):
+    parts = load_parts(model_directory(variant), EngineSettings(threads=1, num_blocks=128))
+    recorder = RecordingRunner(runner=parts.runner)
+    engine = NativeEngine(
+        runner=recorder,
+        capabilities=parts.capabilities,
+        limits=EngineSettings(max_running=4, token_budget=48, long_prefill_tokens=20).step_limits(),
+        table=parts.table,
+        eos_token_ids=(),
+    )
+    results = run_to_end(engine, specs())
+    model = LlamaForCausalLM.from_pretrained(model_directory(variant), dtype=torch.float32)
+    assert len(recorder.logits) == NUM_OUTPUT * len(PROMPTS)
+    for number, prompt in enumerate(PROMPTS):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt + results[str(number)].token_ids])).logits[0]
+        for length in range(len(prompt), len(prompt) + NUM_OUTPUT):
+            difference = (recorder.logits[str(number), length] - expected[length - 1]).abs().max()
+            assert difference <= 1e-5 * expected.abs().max()
+        assert expected.std() >= 1
+
+
+def test_output_is_the_same_alone_and_in_a_batch(model_directory, expected_outputs):
+    engine = load(model_directory("llama3 rope"))
+    for spec, expected in zip(specs(), expected_outputs("llama3 rope"), strict=True):
+        assert run_to_end(engine, [spec])[spec.sequence_id].token_ids == expected
+    assert engine.load_report().largest_batch == 1
+
+
+@pytest.mark.parametrize("token_budget", [2, 7, 33])
+def test_output_is_the_same_in_prefill_chunks(token_budget, model_directory, expected_outputs):
+    engine = load(
+        model_directory("llama3 rope"), token_budget=token_budget, max_running=2, long_prefill_tokens=token_budget
+    )
+    assert outputs_of(run_to_end(engine, specs())) == expected_outputs("llama3 rope")
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32])
+def test_output_is_the_same_for_any_block_size(block_size, model_directory, expected_outputs):
+    directory = model_directory("llama3 rope")
+    engine = load_native_engine(
+        directory, settings=EngineSettings(threads=1, num_blocks=800 // block_size, block_size=block_size)
+    )
+    assert outputs_of(run_to_end(engine, specs())) == expected_outputs("llama3 rope")
+
+
+def test_output_is_the_same_after_preemption(model_directory, expected_outputs):
+    settings = EngineSettings(threads=1, num_blocks=49, block_size=4, token_budget=32, max_running=8)
+    engine = load_native_engine(model_directory("llama3 rope"), settings=settings)
+    results = run_to_end(engine, specs(), after_step=engine.check_integrity)
+    assert engine.load_report().num_preempted > 0
+    assert outputs_of(results) == expected_outputs("llama3 rope")
+
+
+@pytest.mark.parametrize("num_done", [1, 2, 15, 16, 17, NUM_OUTPUT - 1])
+def test_a_resumed_output_continues_at_the_next_token(num_done, model_directory, expected_outputs):
+    expected = expected_outputs("llama3 rope")
+    resumed = [
+        make_spec(str(number), prompt, output=expected[number][:num_done], max_output_tokens=NUM_OUTPUT)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    results = run_to_end(load(model_directory("llama3 rope")), resumed)
+    assert outputs_of(results) == tuple(tokens[num_done:] for tokens in expected)
+    for number, prompt in enumerate(PROMPTS):
+        result = results[str(number)]
+        assert result.deltas[0].first == num_done + 1
+        assert result.deltas[-1].chain == extend_chain(0, expected[number])
+        assert result.finish.reason is FinishReason.LENGTH
+        assert (result.finish.prompt_tokens, result.finish.output_tokens) == (len(prompt), NUM_OUTPUT)
+
+
+SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 11}
+
+
+def test_a_seeded_output_is_the_same_alone_batched_preempted_and_resumed(model_directory):
+    directory = model_directory("llama3 rope")
+    alone = load(directory)
+    expected = tuple(run_to_end(alone, [spec])[spec.sequence_id].token_ids for spec in specs(**SAMPLED))
+    assert outputs_of(run_to_end(load(directory), specs(**SAMPLED))) == expected
+    tight = EngineSettings(threads=1, num_blocks=49, block_size=4, token_budget=32, max_running=8)
+    engine = load_native_engine(directory, settings=tight)
+    assert outputs_of(run_to_end(engine, specs(**SAMPLED))) == expected
+    assert engine.load_report().num_preempted > 0
+    resumed = make_spec("resumed", PROMPTS[2], output=expected[2][:9], max_output_tokens=NUM_OUTPUT, **SAMPLED)
+    assert run_to_end(load(directory), [resumed])["resumed"].token_ids == expected[2][9:]
+    other_seed = make_spec("other", PROMPTS[2], max_output_tokens=NUM_OUTPUT, **{**SAMPLED, "seed": 12})
+    assert run_to_end(load(directory), [other_seed])["other"].token_ids != expected[2]
+
+
+def test_all_memory_is_free_after_the_last_sequence(model_directory):
+    engine = load(model_directory("multi-head"))
+    run_to_end(engine, specs(), after_step=engine.check_integrity)
+    report = engine.load_report()
+    assert (report.num_free_blocks, report.kv_waste, report.num_running) == (report.num_blocks, 0.0, 0)
