@@ -68,12 +68,15 @@ class HangDetector:
         self._limits = limits
         self._turns = -1
         self._moved_at = now
+        self.is_late = False
+        """Half the time to being hung has passed without progress: reason enough not to be called ready."""
 
     def observe(self, *, turns: int, step_s: float, now: float) -> bool:
         """Takes one look; True when the engine is hung."""
         if turns != self._turns:
             self._turns, self._moved_at = turns, now
         limit_s = max(self._limits.minimum.total_seconds(), self._limits.steps * step_s)
+        self.is_late = now - self._moved_at > limit_s / 2
         return now - self._moved_at > limit_s
 
 
@@ -95,6 +98,8 @@ class EngineProcess:
         self._progress = progress
         self._clock = clock
         self._hung_reason = ""
+        self.is_progressing = False
+        """Whether the last look of `watch` found recent progress."""
         self._is_closed = False
 
     @classmethod
@@ -150,8 +155,10 @@ class EngineProcess:
             turns, step_s = self._progress.read()
             if detector.observe(turns=turns, step_s=step_s, now=self._clock()):
                 self._hung_reason = f"hung: no progress after turn {turns}"
+                self.is_progressing = False
                 self._kill()
                 return
+            self.is_progressing = not detector.is_late
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
     async def close(self, grace: timedelta) -> None:

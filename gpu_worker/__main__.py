@@ -1,0 +1,100 @@
+"""Composition root of the worker's service process: reads the environment, wires the parts, owns the process's life."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from functools import partial
+
+from gpu_worker.announcer import Announcer, AnnounceTimes, SchedulerTarget
+from gpu_worker.config import WorkerConfig
+from gpu_worker.service import WorkerServicer
+from gpu_worker.supervisor import EngineCommand, EngineLostError, EngineProcess, HangLimits
+from gpu_worker.tasks import run_until_first
+from gpu_worker.tracing import record_attempt
+from gpu_worker.worker import Worker, WorkerTimes, report_readiness
+from inference.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
+from service_kit.environment import Environment
+from service_kit.grpc_client import open_channel
+from service_kit.grpc_server import GrpcServer, ServerLimits
+from service_kit.logging import configure_logging, get_logger
+from service_kit.model_manifest import read_manifest
+from service_kit.telemetry import setup_tracing
+
+_SERVICE_NAME = "inference.internal.v1.WorkerService"
+_MAX_REQUEST_BYTES = 64 << 20
+_READINESS_INTERVAL = timedelta(milliseconds=200)
+_STREAM_END_GRACE = timedelta(seconds=1)
+
+_log = get_logger()
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Runs until SIGTERM or SIGINT, then drains. Raises EngineLostError when the engine cannot start at all."""
+    config.check_engine(read_manifest(config.model_directory).precision)
+    command = EngineCommand(model_directory=config.model_directory, settings=config.engine_settings)
+    async with _open_schedulers(config) as schedulers:
+        announcer = Announcer(
+            schedulers=schedulers, address=config.advertise, worker_id=config.worker_id, times=AnnounceTimes()
+        )
+        worker = Worker(
+            spawn=partial(EngineProcess.spawn, command, clock=time.monotonic),
+            announce=announcer.run,
+            times=WorkerTimes(start=config.start, drain=config.drain, hang=HangLimits(minimum=config.hang)),
+            clock=time.monotonic,
+            on_finish=record_attempt,
+        )
+        servicer = WorkerServicer(current_session=lambda: worker.session, internal_token=config.internal_token)
+        register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
+        limits = ServerLimits(max_request_bytes=_MAX_REQUEST_BYTES)
+        server = GrpcServer(listen=config.listen, services={_SERVICE_NAME: register}, limits=limits)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.drain)
+        try:
+            port = await server.start()
+            _log.info("worker_started", port=port, pid=os.getpid(), worker_id=config.worker_id)
+            readiness = report_readiness(
+                worker, lambda is_ready: server.set_serving(is_serving=is_ready), interval=_READINESS_INTERVAL
+            )
+            await run_until_first(worker.run(), readiness)
+        finally:
+            await server.stop(_STREAM_END_GRACE)
+    _log.info("worker_stopped")
+
+
+@asynccontextmanager
+async def _open_schedulers(config: WorkerConfig) -> AsyncIterator[list[SchedulerTarget]]:
+    """The configured replicas, each with its channel."""
+    channels = [open_channel(address, internal_token=config.internal_token) for address in config.schedulers]
+    try:
+        yield [
+            SchedulerTarget(address=address, announce=scheduler_pb2_grpc.SchedulerServiceStub(channel).AnnounceWorker)
+            for address, channel in zip(config.schedulers, channels, strict=True)
+        ]
+    finally:
+        for channel in channels:
+            await channel.close(None)
+
+
+def main() -> int:
+    """Exit code 1 when the engine cannot start; the log says why."""
+    config = WorkerConfig.from_environment(Environment(os.environ))
+    configure_logging(service="gpu_worker", level=config.log_level, log_format=config.log_format)
+    tracing = setup_tracing(service_name="gpu_worker", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
+    try:
+        asyncio.run(serve(config))
+    except EngineLostError as error:
+        _log.error("worker_cannot_start", reason=str(error))
+        return 1
+    finally:
+        tracing.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

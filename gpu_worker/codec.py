@@ -1,0 +1,146 @@
+"""Between the session's values and `inference.internal.v1` messages. Raises InvalidArgumentError naming the field."""
+
+from collections.abc import Iterable
+
+from gpu_worker.attempts import Assignment, AttemptNews, AttemptRef, HeldAttempt, VerdictAction
+from gpu_worker.engine.port import Capabilities, LoadReport, SequenceFinish
+from gpu_worker.session import BatchMessage, OutgoingMessage, StateMessage
+from inference.internal.v1 import worker_pb2
+from service_kit.errors import InvalidArgumentError
+from service_kit.ids import GenerationId, SessionId
+from service_kit.sampling import InvalidSamplingError, SamplingParams
+
+_ACTIONS = {
+    worker_pb2.VERDICT_ACTION_KEEP: VerdictAction.KEEP,
+    worker_pb2.VERDICT_ACTION_RESEND_FROM: VerdictAction.RESEND_FROM,
+    worker_pb2.VERDICT_ACTION_ABORT: VerdictAction.ABORT,
+}
+
+
+def decode_ref(message: worker_pb2.AttemptRef) -> AttemptRef:
+    if not message.generation_id or message.attempt < 1:
+        raise InvalidArgumentError("attempt", "names no attempt")
+    return AttemptRef(generation_id=GenerationId(message.generation_id), attempt=message.attempt)
+
+
+def decode_refs(messages: Iterable[worker_pb2.AttemptRef]) -> list[AttemptRef]:
+    return [decode_ref(message) for message in messages]
+
+
+def decode_assignment(message: worker_pb2.Assignment, ref: AttemptRef) -> Assignment:
+    return Assignment(
+        ref=ref,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        output_token_ids=tuple(message.output_token_ids),
+        sampling=_decode_sampling(message.sampling),
+        priority=message.priority,
+        nonce=message.nonce,
+        traceparent=message.traceparent,
+    )
+
+
+def decode_verdict(message: worker_pb2.AttemptVerdict) -> tuple[AttemptRef, VerdictAction, int]:
+    """The attempt, what to do with it, and the first sequence number to send again."""
+    action = _ACTIONS.get(message.action)
+    if action is None:
+        raise InvalidArgumentError("verdict.attempts.action", "is not set")
+    return decode_ref(message.attempt), action, message.resend_from
+
+
+def _decode_sampling(message: worker_pb2.SamplingParams) -> SamplingParams:
+    try:
+        return SamplingParams(
+            max_output_tokens=message.max_output_tokens,
+            temperature=message.temperature,
+            top_k=message.top_k,
+            top_p=message.top_p,
+            seed=message.seed,
+            stop=tuple(message.stop),
+            stop_token_ids=tuple(message.stop_token_ids),
+            ignore_eos=message.ignore_eos,
+        )
+    except InvalidSamplingError as error:
+        raise InvalidArgumentError(f"assign.assignments.sampling.{error.field}", str(error)) from error
+
+
+def encode_outgoing(
+    message: OutgoingMessage, *, session_id: SessionId, capabilities: Capabilities
+) -> worker_pb2.SessionResponse:
+    match message:
+        case BatchMessage():
+            batch = worker_pb2.DeltaBatch(batch=message.batch, deltas=[_encode_news(news) for news in message.news])
+            return worker_pb2.SessionResponse(delta_batch=batch)
+        case StateMessage(is_hello=True):
+            hello = worker_pb2.Hello(
+                session_id=session_id,
+                capabilities=encode_capabilities(capabilities),
+                load=_encode_load(message.load, is_draining=message.is_draining),
+                held=[_encode_held(held) for held in message.held],
+            )
+            return worker_pb2.SessionResponse(hello=hello)
+        case StateMessage():
+            heartbeat = worker_pb2.Heartbeat(
+                load=_encode_load(message.load, is_draining=message.is_draining),
+                held=[_encode_held(held) for held in message.held],
+            )
+            return worker_pb2.SessionResponse(heartbeat=heartbeat)
+
+
+def encode_capabilities(capabilities: Capabilities) -> worker_pb2.WorkerCapabilities:
+    return worker_pb2.WorkerCapabilities(
+        engine=capabilities.engine,
+        model=capabilities.model,
+        model_revision=capabilities.model_revision,
+        precision=capabilities.precision,
+        context_length=capabilities.context_length,
+        vocab_size=capabilities.vocab_size,
+        num_blocks=capabilities.num_blocks,
+        block_size=capabilities.block_size,
+        max_running=capabilities.max_running,
+    )
+
+
+def _encode_ref(ref: AttemptRef) -> worker_pb2.AttemptRef:
+    return worker_pb2.AttemptRef(generation_id=ref.generation_id, attempt=ref.attempt)
+
+
+def _encode_held(held: HeldAttempt) -> worker_pb2.HeldAttempt:
+    return worker_pb2.HeldAttempt(attempt=_encode_ref(held.ref), position=held.position, is_finished=held.is_finished)
+
+
+def _encode_load(load: LoadReport, *, is_draining: bool) -> worker_pb2.LoadReport:
+    return worker_pb2.LoadReport(
+        step=load.step,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_blocks=load.num_free_blocks,
+        num_blocks=load.num_blocks,
+        block_size=load.block_size,
+        largest_batch=load.largest_batch,
+        kv_waste=load.kv_waste,
+        num_preempted=load.num_preempted,
+        is_draining=is_draining,
+    )
+
+
+def _encode_news(news: AttemptNews) -> worker_pb2.AttemptDelta:
+    message = worker_pb2.AttemptDelta(attempt=_encode_ref(news.ref))
+    if news.delta is not None:
+        message.first = news.delta.first
+        message.token_ids.extend(news.delta.token_ids)
+        message.texts.extend(news.delta.texts)
+        message.prev_chain = news.delta.prev_chain
+        message.chain = news.delta.chain
+    if news.end is not None:
+        message.end.CopyFrom(_encode_end(news.end))
+    return message
+
+
+def _encode_end(end: SequenceFinish) -> worker_pb2.AttemptEnd:
+    return worker_pb2.AttemptEnd(
+        finish_reason=end.reason.value if end.reason is not None else "",
+        failure=end.failure or "",
+        matched_stop=end.matched_stop,
+        output_tokens=end.output_tokens,
+        cached_prompt_tokens=end.cached_prompt_tokens,
+    )

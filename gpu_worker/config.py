@@ -1,0 +1,78 @@
+"""Settings of the worker's service process."""
+
+import json
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from service_kit.environment import Environment, EnvironmentVariableError
+from service_kit.logging import LogFormat
+
+SIMULATED_PRECISION = "sim"
+_ENGINES = ("auto", "native", "simulated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """`advertise` is where schedulers reach this worker. `engine` "auto" takes what the model's precision asks for.
+
+    `engine_settings` are the fields of SimulatedSettings or EngineSettings, as JSON.
+    """
+
+    listen: str
+    advertise: str
+    worker_id: str
+    schedulers: tuple[str, ...]
+    model_directory: Path
+    engine: str
+    engine_settings: dict[str, Any] = field(default_factory=dict)
+    internal_token: str | None
+    start: timedelta
+    drain: timedelta
+    hang: timedelta
+    trace_dir: Path | None
+    otlp_endpoint: str | None
+    log_level: str
+    log_format: LogFormat
+
+    @classmethod
+    def from_environment(cls, environment: Environment) -> "WorkerConfig":
+        """Raises EnvironmentVariableError, which names the variable."""
+        listen = environment.text("SLUICE_WORKER_LISTEN", "127.0.0.1:7301")
+        advertise = environment.text("SLUICE_WORKER_ADVERTISE", listen)
+        second, hour = timedelta(seconds=1), timedelta(hours=1)
+        return cls(
+            listen=listen,
+            advertise=advertise,
+            worker_id=environment.text("SLUICE_WORKER_ID", advertise),
+            schedulers=environment.texts("SLUICE_SCHEDULERS"),
+            model_directory=environment.path("SLUICE_MODEL_DIR"),
+            engine=environment.choice("SLUICE_ENGINE", "auto", _ENGINES),
+            engine_settings=_read_settings(environment),
+            internal_token=environment.optional_text("SLUICE_INTERNAL_TOKEN"),
+            start=environment.seconds("SLUICE_ENGINE_START_S", timedelta(minutes=10), minimum=second, maximum=hour),
+            drain=environment.seconds("SLUICE_DRAIN_S", timedelta(seconds=20), minimum=timedelta(0), maximum=hour),
+            hang=environment.seconds("SLUICE_ENGINE_HANG_S", timedelta(seconds=10), minimum=second, maximum=hour),
+            trace_dir=environment.optional_path("SLUICE_TRACE_DIR"),
+            otlp_endpoint=environment.optional_text("OTEL_EXPORTER_OTLP_ENDPOINT"),
+            log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
+            log_format=LogFormat(environment.choice("SLUICE_LOG_FORMAT", "json", tuple(LogFormat))),
+        )
+
+    def check_engine(self, precision: str) -> None:
+        """Raises EnvironmentVariableError when the model in the directory is not for the engine that was asked for."""
+        fitting = "simulated" if precision == SIMULATED_PRECISION else "native"
+        if self.engine not in {"auto", fitting}:
+            raise EnvironmentVariableError("SLUICE_ENGINE", f"a model of precision {precision} needs engine {fitting}")
+
+
+def _read_settings(environment: Environment) -> dict[str, Any]:
+    name = "SLUICE_ENGINE_SETTINGS"
+    try:
+        settings = json.loads(environment.text(name, "{}"))
+    except ValueError as error:
+        raise EnvironmentVariableError(name, f"is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise EnvironmentVariableError(name, "must be a JSON object")
+    return settings
