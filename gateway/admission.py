@@ -1,0 +1,95 @@
+"""Everything between an authenticated call and a committed generation, cheapest refusals first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from opentelemetry import trace
+
+from gateway.model_registry import ModelRegistry
+from gateway.prompt import PromptEncoder
+from gateway.request_hash import request_hash
+from gateway.submit import Committed, Submission, Submitter
+from gateway.validation import parse_delivery, parse_priority_class, parse_request_id, parse_sampling
+from inference.v1 import types_pb2
+from service_kit.delta import Cursor
+from service_kit.errors import InvalidArgumentError
+from service_kit.ids import GenerationId, RequestId, new_generation_id
+from service_kit.telemetry import current_traceparent
+from state_store.model import ApiKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """The ids of one call. `generation_id` is in force only when no generation has the request id yet."""
+
+    generation_id: GenerationId
+    request_id: RequestId
+
+
+class Admission:
+    """Validates, encodes and submits. `check_open` raises when the gateway takes no new work."""
+
+    def __init__(
+        self,
+        *,
+        registry: ModelRegistry,
+        encoder: PromptEncoder,
+        submitter: Submitter,
+        check_open: Callable[[], None],
+    ) -> None:
+        self._registry = registry
+        self._encoder = encoder
+        self._submitter = submitter
+        self._check_open = check_open
+
+    def mint(self, request_id: str, *, cursor: Cursor) -> NewRequest:
+        """Ids for a call. Raises InvalidArgumentError, and UnavailableError when the gateway drains."""
+        self._check_open()
+        parsed = parse_request_id(request_id)
+        if parsed is None and cursor.sequence_number > 0:
+            raise InvalidArgumentError("request_id", "must be set when a cursor is given")
+        generation_id = new_generation_id()
+        return NewRequest(generation_id=generation_id, request_id=parsed or RequestId(generation_id))
+
+    async def admit(
+        self,
+        new: NewRequest,
+        spec: types_pb2.GenerationSpec,
+        delivery: types_pb2.Delivery,
+        *,
+        key: ApiKey,
+        default_grace: timedelta | None,
+        span: trace.Span,
+    ) -> Committed:
+        """Commits the request or finds its generation; `span` is the parent of all that follows, in every process.
+
+        Raises InvalidArgumentError with the path of the field, NotFoundError for an unknown model, and what
+        `Submitter.submit` raises.
+        """
+        if not spec.model:
+            raise InvalidArgumentError("spec.model", "must be set")
+        model = self._registry.get(spec.model)
+        draft = parse_sampling(spec.sampling, vocab_size=model.manifest.vocab_size)
+        priority_class = parse_priority_class(spec.priority_class, key.tenant)
+        times = parse_delivery(delivery, default_grace=default_grace)
+        with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
+            prompt_token_ids = await self._encoder.encode_spec(spec, model)
+            sampling = draft.complete(
+                num_prompt_tokens=len(prompt_token_ids), context_length=model.manifest.context_length
+            )
+            return await self._submitter.submit(
+                Submission(
+                    generation_id=new.generation_id,
+                    request_id=new.request_id,
+                    request_hash=request_hash(spec),
+                    key=key,
+                    manifest=model.manifest,
+                    prompt_token_ids=prompt_token_ids,
+                    sampling=sampling,
+                    has_seed=draft.seed is not None,
+                    priority_class=priority_class,
+                    times=times,
+                    traceparent=current_traceparent(),
+                )
+            )

@@ -1,0 +1,81 @@
+"""The models this gateway serves: what lies in its models directory, looked at again every few seconds."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+
+from gateway.tokenization import TextEncoder
+from service_kit.errors import NotFoundError, Reason
+from service_kit.logging import get_logger
+from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, ModelManifest, read_manifest
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A manifest with its loaded tokenizer."""
+
+    manifest: ModelManifest
+    encoder: TextEncoder
+    directory: Path
+
+
+class ModelRegistry:
+    """Models by name. Mutable state: the current mapping, replaced as a whole by `rescan`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._models: Mapping[str, ServedModel] = MappingProxyType({})
+        self._complaints: frozenset[str] = frozenset()
+
+    def get(self, name: str) -> ServedModel:
+        """Raises NotFoundError."""
+        model = self._models.get(name)
+        if model is None:
+            raise NotFoundError("no such model", reason=Reason.MODEL_NOT_FOUND)
+        return model
+
+    def models(self) -> list[ServedModel]:
+        """By name."""
+        return [self._models[name] for name in sorted(self._models)]
+
+    async def rescan(self) -> None:
+        """Takes up new and changed models, drops removed ones. A directory that cannot be read keeps its earlier model,
+        so that a copy in progress takes nothing away."""
+        self._models, complaints = await asyncio.to_thread(self._load)
+        for complaint in complaints - self._complaints:
+            _log.warning("model_directory_refused", error=complaint)
+        self._complaints = complaints
+
+    async def run(self, interval: timedelta) -> None:
+        """Rescans for ever."""
+        while True:
+            await asyncio.sleep(interval.total_seconds())
+            await self.rescan()
+
+    def _load(self) -> tuple[Mapping[str, ServedModel], frozenset[str]]:
+        loaded: dict[str, ServedModel] = {}
+        complaints: set[str] = set()
+        for path in sorted(self._directory.glob(f"*/{MANIFEST_NAME}")):
+            model = self._load_directory(path.parent, complaints)
+            if model is None:
+                continue
+            if model.manifest.model in loaded:
+                complaints.add(f"{path}: model {model.manifest.model} stands in another directory as well")
+            loaded.setdefault(model.manifest.model, model)
+        return MappingProxyType(loaded), frozenset(complaints)
+
+    def _load_directory(self, directory: Path, complaints: set[str]) -> ServedModel | None:
+        known = next((model for model in self._models.values() if model.directory == directory), None)
+        try:
+            manifest = read_manifest(directory)
+            if known is not None and known.manifest == manifest:
+                return known
+            return ServedModel(manifest=manifest, encoder=TextEncoder(directory), directory=directory)
+        except ModelFilesError as error:
+            complaints.add(str(error))
+            return known

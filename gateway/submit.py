@@ -1,0 +1,147 @@
+"""From a validated request to a committed generation."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from google.protobuf.duration_pb2 import Duration
+
+from gateway.scheduler_client import SchedulerClient
+from gateway.validation import DeliveryTimes
+from inference.internal.v1 import scheduler_pb2, worker_pb2
+from service_kit.errors import QuotaExceededError, SluiceError, UnavailableError
+from service_kit.ids import GenerationId, RequestId
+from service_kit.logging import get_logger
+from service_kit.model_manifest import ModelManifest
+from service_kit.sampling import SamplingParams
+from service_kit.telemetry import tracer
+from state_store.model import ApiKey, PriorityClass, State
+from state_store.ports import GenerationStore, QuotaCharge, QuotaPort
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A request that is ready to be committed."""
+
+    generation_id: GenerationId
+    request_id: RequestId
+    request_hash: bytes
+    key: ApiKey
+    manifest: ModelManifest
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    has_seed: bool
+    priority_class: PriorityClass
+    times: DeliveryTimes
+    traceparent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The generation that has the request id."""
+
+    generation_id: GenerationId
+    created: bool
+    state: State
+    prompt_tokens: int
+
+
+class Submitter:
+    """Reserves quota and submits. A reservation is leased: one that this process loses is given back by itself."""
+
+    def __init__(self, *, scheduler: SchedulerClient, quota: QuotaPort, store: GenerationStore) -> None:
+        self._scheduler = scheduler
+        self._quota = quota
+        self._store = store
+
+    async def submit(self, submission: Submission) -> Committed:
+        """Commits the generation, or finds the one that has its request id.
+
+        Raises AlreadyExistsError, QuotaExceededError, UnavailableError; after the last one it is not known whether the
+        generation exists, and repeating the call with the same request id is safe.
+        """
+        with tracer().start_as_current_span("gateway.submit"):
+            await self._reserve(submission)
+            try:
+                response = await self._scheduler.submit(encode_submit(submission))
+            except UnavailableError:
+                # Perhaps committed and bound: releasing only touches what is not bound.
+                await self._release(submission.generation_id)
+                raise
+            except SluiceError:
+                await self._release(submission.generation_id)
+                raise
+        if not response.created:
+            await self._release(submission.generation_id)
+        return Committed(
+            generation_id=GenerationId(response.generation_id),
+            created=response.created,
+            state=State(response.state),
+            prompt_tokens=response.prompt_tokens,
+        )
+
+    async def _reserve(self, submission: Submission) -> None:
+        charge = QuotaCharge(
+            generation_id=submission.generation_id,
+            tenant_id=submission.key.tenant.tenant_id,
+            key_id=submission.key.key_id,
+            prompt_tokens=len(submission.prompt_token_ids),
+            max_output_tokens=submission.sampling.max_output_tokens,
+        )
+        try:
+            await self._quota.reserve(charge)
+        except QuotaExceededError:
+            # Attaching is never charged: a tenant at its limit still comes back to its own stream.
+            known = await self._store.find_by_request_id(charge.tenant_id, submission.request_id)
+            if known is None:
+                raise
+
+    async def _release(self, generation_id: GenerationId) -> None:
+        try:
+            await self._quota.release_many([generation_id])
+        except UnavailableError as error:
+            _log.warning("quota_release_left_to_lease", generation_id=generation_id, error=str(error))
+
+
+def encode_submit(submission: Submission) -> scheduler_pb2.SubmitRequest:
+    manifest, times = submission.manifest, submission.times
+    return scheduler_pb2.SubmitRequest(
+        generation_id=submission.generation_id,
+        tenant_id=submission.key.tenant.tenant_id,
+        key_id=submission.key.key_id,
+        request_id=submission.request_id,
+        request_hash=submission.request_hash,
+        model=manifest.model,
+        model_revision=manifest.revision,
+        precision=manifest.precision,
+        priority=submission.priority_class.rank,
+        prompt_token_ids=submission.prompt_token_ids,
+        sampling=_encode_sampling(submission.sampling),
+        has_seed=submission.has_seed,
+        grace=_duration(times.grace),
+        queue_timeout=_duration(times.queue_timeout),
+        deadline=_duration(times.deadline),
+        traceparent=submission.traceparent,
+    )
+
+
+def _encode_sampling(params: SamplingParams) -> worker_pb2.SamplingParams:
+    return worker_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        max_output_tokens=params.max_output_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _duration(value: timedelta | None) -> Duration | None:
+    if value is None:
+        return None
+    duration = Duration()
+    duration.FromTimedelta(value)
+    return duration

@@ -1,0 +1,139 @@
+"""Texts and conversations to token ids, off the event loop and with its sizes checked first."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from gateway.chat_template import ChatTemplate, ChatTemplateError, Message
+from gateway.config import TokenizationLimits
+from service_kit.errors import UnavailableError
+from service_kit.model_manifest import ModelFilesError
+
+ResultT = TypeVar("ResultT")
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NORMALIZER_SLACK = 4
+"""A normalizer may shorten a text (composition, stripped spaces); this is more than any known one does."""
+
+
+class TextEncoder:
+    """Tokenizer and chat template of one model directory. Immutable after loading; usable from several threads."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ModelFilesError, with the file and the reason."""
+        path = directory / "tokenizer.json"
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelFilesError(f"{path}: not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(config)
+        self._follow_add_bos_token(config, special_tokens.get("bos_token"))
+        self._template = _load_template(directory, config, special_tokens)
+        longest = max((len(text.encode()) for text in self._tokenizer.get_vocab()), default=1)
+        self.max_bytes_per_token = longest * (_NORMALIZER_SLACK if self._tokenizer.normalizer else 1)
+        """A text of more than this times n bytes has more than n tokens."""
+
+    def _follow_add_bos_token(self, config: dict[str, Any], bos_token: str | None) -> None:
+        """An explicit `add_bos_token` outranks what tokenizer.json puts in front, as in transformers."""
+        if "add_bos_token" not in config and self._tokenizer.post_processor is not None:
+            return
+        bos_token_id = self._tokenizer.token_to_id(bos_token) if bos_token else None
+        if config.get("add_bos_token") and bos_token_id is not None:
+            self._tokenizer.post_processor = TemplateProcessing(
+                single=f"{bos_token} $A", pair=None, special_tokens=[(bos_token, bos_token_id)]
+            )
+        else:
+            self._tokenizer.post_processor = TemplateProcessing(single="$A", pair=None, special_tokens=[])
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Ids with the tokenizer's own leading special token."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of the rendered conversation. The template writes its special tokens itself, so none is added: no second
+        BOS. Raises ChatTemplateError."""
+        if self._template is None:
+            raise ChatTemplateError("the model has no chat template")
+        return tuple(self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
+
+
+class TokenizationPool:
+    """Threads for encoding. Bounded: more waiting calls than the limit are refused, retryably."""
+
+    def __init__(self, limits: TokenizationLimits) -> None:
+        self._limits = limits
+        self._executor = ThreadPoolExecutor(limits.num_threads, thread_name_prefix="tokenize")
+        self._num_waiting = 0
+
+    async def run(self, work: Callable[[], ResultT]) -> ResultT:
+        """`work()` in a thread. Raises UnavailableError when too many wait."""
+        if self._num_waiting >= self._limits.max_waiting:
+            raise UnavailableError("too many prompts wait to be encoded")
+        self._num_waiting += 1
+        future = self._executor.submit(work)
+        future.add_done_callback(self._count_down_from_thread(asyncio.get_running_loop()))
+        return await asyncio.wrap_future(future)
+
+    def _count_down_from_thread(self, loop: asyncio.AbstractEventLoop) -> Callable[[object], None]:
+        """Counts when the work is over, not when the caller leaves: an abandoned encoding still holds its thread."""
+
+        def count_down() -> None:
+            self._num_waiting -= 1
+
+        def done(_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(count_down)
+
+        return done
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{path}: {error}") from error
+    if not isinstance(fields, dict):
+        raise ModelFilesError(f"{path}: not an object")
+    return fields
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for name in _SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _load_template(directory: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
+    """`chat_template.jinja` outranks tokenizer_config.json; of several named templates "default" is taken."""
+    file = directory / "chat_template.jinja"
+    source = file.read_text() if file.exists() else config.get("chat_template")
+    if isinstance(source, list):
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+    if not isinstance(source, str):
+        return None
+    try:
+        return ChatTemplate(source, special_tokens)
+    except ChatTemplateError as error:
+        raise ModelFilesError(f"{directory}: {error}") from error
