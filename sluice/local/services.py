@@ -64,6 +64,7 @@ def service_spec(instance: ServiceInstance, instances: list[ServiceInstance], co
             **context.base_environment,
             "PYTHONUNBUFFERED": "1",
             "SLUICE_LOG_FORMAT": context.base_environment.get("SLUICE_LOG_FORMAT", "console"),
+            "SLUICE_DRAIN_S": context.base_environment.get("SLUICE_DRAIN_S", "5"),
             "SLUICE_TRACE_DIR": str(context.trace_directory),
             "SLUICE_INTERNAL_TOKEN": context.internal_token,
             **_own_environment(instance, instances, context),

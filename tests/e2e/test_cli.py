@@ -1,0 +1,159 @@
+"""The commands as a person runs them."""
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="sluice-cli-"))
+    directory.chmod(0o711)
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "SLUICE_HOME": str(home), "NO_COLOR": "1"}
+
+
+def _run(home: Path, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sluice", *arguments],
+        env=_environment(home),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def _processes_of(home: Path) -> list[str]:
+    """Command lines that name the home, or that inherited it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(home).encode() in text and process.name != str(os.getpid()):
+            found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_serves_generate_and_status_and_leaves_nothing_behind(home: Path, number: signal.Signals) -> None:
+    log = home / "up.log"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            [sys.executable, "-m", "sluice", "up", "--engine", "simulated", "--port", "0"],
+            env=_environment(home),
+            stdout=output,
+            stderr=output,
+        ) as up,
+    ):
+        try:
+            _wait_for_line(log, "ready: gateway", up)
+            answer = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4")
+            assert answer.returncode == 0, answer.stderr
+            assert len(answer.stdout.rstrip("\n")) == 12
+            assert "12 output tokens, ended by LENGTH" in answer.stderr
+            assert "generation " in answer.stderr
+            again = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4")
+            assert again.stdout == answer.stdout
+            status = _run(home, "status")
+            assert status.returncode == 0, status.stdout + status.stderr
+            assert status.stdout.count("SERVING") == 4
+            assert "session        worker" in status.stdout
+            assert stat.S_IMODE((home / "api-key").stat().st_mode) == 0o600
+            second = _run(home, "up", "--engine", "simulated", "--port", "0")
+            assert second.returncode == 1
+            assert "runs already" in second.stderr
+            run = json.loads((home / "run.json").read_text())
+            os.kill(run["services"]["gpu_worker"]["pid"], signal.SIGKILL)
+            _wait_for_line(log, "gpu_worker was ended by signal 9; starting it again", up)
+            after = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4")
+            assert after.stdout == answer.stdout
+        finally:
+            up.send_signal(number)
+            up.wait(40)
+    assert up.returncode == 0, log.read_text()
+    assert _processes_of(home) == []
+    assert not (home / "run.json").exists()
+
+
+def test_a_killed_up_takes_everything_with_it_and_the_next_one_starts(home: Path) -> None:
+    command = [sys.executable, "-m", "sluice", "up", "--engine", "simulated", "--port", "0"]
+    for is_first in (True, False):
+        log = home / f"up-{is_first}.log"
+        with (
+            log.open("w") as output,
+            subprocess.Popen(command, env=_environment(home), stdout=output, stderr=output) as up,
+        ):
+            try:
+                _wait_for_line(log, "ready: gateway", up)
+            finally:
+                up.kill() if is_first else up.terminate()
+        deadline = time.monotonic() + 30
+        while _processes_of(home):
+            assert time.monotonic() < deadline, _processes_of(home)
+            time.sleep(0.1)
+
+
+def test_errors_are_one_line_that_says_what_to_do(home: Path) -> None:
+    for arguments, expected in (
+        (("generate", "hi"), "start one with: sluice up"),
+        (("status",), "start one with: sluice up"),
+        (("up",), "sluice models pull smollm2-135m-instruct"),
+        (("models", "pull", "unknown"), "known models: smollm2-135m-instruct"),
+        (("keys", "create", "--tenant", "No Good"), "is not a tenant"),
+        (("generate", "hi", "--target", "127.0.0.1:1"), "no API key"),
+    ):
+        result = _run(home, *arguments)
+        assert result.returncode == 1
+        assert result.stderr.count("\n") == 1, result.stderr
+        assert result.stderr.startswith("error: ")
+        assert expected in result.stderr
+
+
+def test_the_demo_with_the_simulated_engine_holds(home: Path) -> None:
+    result = _run(home, "demo", "--engine", "simulated", timeout_s=90)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip()
+    for expected in ("generation ", "prompt tokens", "first token after", "tokens/s", "trace ", "all held"):
+        assert expected in result.stderr
+    for service in ("client: ask", "gateway: ", "scheduler: ", "gpu_worker: "):
+        assert service in result.stderr
+    assert _processes_of(home) == []
+
+
+@pytest.mark.model
+@pytest.mark.timeout(300)
+def test_the_demo_with_the_real_model_names_paris(home: Path) -> None:
+    shared = Path(".sluice").absolute()
+    shared.mkdir(exist_ok=True)
+    assert _run(shared, "models", "pull", timeout_s=180).returncode == 0
+    (home / "models").symlink_to(shared / "models")
+    result = _run(home, "demo", timeout_s=120)
+    assert result.returncode == 0, result.stderr
+    assert "Paris" in result.stdout
+    assert _processes_of(home) == []
+
+
+def _wait_for_line(log: Path, text: str, process: subprocess.Popen[bytes], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while text not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)

@@ -1,0 +1,180 @@
+"""Every process may die while a stream runs; the reader sees a pause and nothing else."""
+
+import asyncio
+import re
+
+import pytest
+
+from service_kit.errors import AbortedError, Reason
+from sluice.client import SluiceClient
+from sluice.client_events import Sampling
+from sluice.local.services import Service
+from tests.e2e.reader import Reader
+from tests.support.stack import MODEL, RunningStack, eventually, simulated_output
+
+NUM_TOKENS = 150
+
+
+def _start(client: SluiceClient, prompt: str) -> Reader:
+    return Reader(client.generate(MODEL, prompt, sampling=Sampling(max_output_tokens=NUM_TOKENS, seed=3)))
+
+
+def _expected(prompt: str) -> tuple[int, ...]:
+    return simulated_output(prompt, seed=3, count=NUM_TOKENS)
+
+
+async def test_a_killed_gateway_is_survived_through_the_other_one(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "gateway dies")
+        await reader.until_token(20)
+        stack.kill("gateway")
+        await reader.until_end()
+    assert reader.token_ids == _expected("gateway dies")
+    assert stack.generation(reader.accepted.generation_id)["attempt"] == 1
+
+
+async def test_a_killed_worker_is_survived_by_another_attempt(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "worker dies")
+        await reader.until_token(20)
+        stack.kill(await stack.session_of(reader.accepted.generation_id))
+        await reader.until_end()
+    assert reader.token_ids == _expected("worker dies")
+    assert stack.generation(reader.accepted.generation_id)["attempt"] == 2
+    assert reader.finished.output_tokens == NUM_TOKENS
+
+
+async def test_a_hung_worker_is_replaced_and_its_late_words_are_refused(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "worker hangs")
+        await reader.until_token(20)
+        hung = await stack.session_of(reader.accepted.generation_id)
+        stack.pause(hung)
+        await reader.until_token(60)
+        stack.resume(hung)
+        await reader.until_end()
+    assert reader.token_ids == _expected("worker hangs")
+    assert stack.generation(reader.accepted.generation_id)["attempt"] == 2
+
+
+@pytest.mark.parametrize("is_hung", [False, True], ids=["killed", "hung"])
+async def test_a_lost_scheduler_is_survived_by_the_same_attempt(stack: RunningStack, *, is_hung: bool) -> None:
+    prompt = f"scheduler lost {is_hung}"
+    async with stack.client() as client:
+        reader = _start(client, prompt)
+        await reader.until_token(20)
+        for name in stack.names(Service.SCHEDULER)[:1]:
+            (stack.pause if is_hung else stack.kill)(name)
+        await reader.until_end()
+    assert reader.token_ids == _expected(prompt)
+
+
+async def test_all_schedulers_killed_and_started_again_lose_nothing(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "schedulers die")
+        await reader.until_token(20)
+        for name in stack.names(Service.SCHEDULER):
+            stack.kill(name)
+        for name in stack.names(Service.SCHEDULER):
+            stack.local.start_service(name)
+        await reader.until_end()
+    assert reader.token_ids == _expected("schedulers die")
+
+
+async def test_a_killed_valkey_is_survived(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "valkey dies")
+        await reader.until_token(20)
+        stack.local.valkey.kill()
+        stack.local.valkey.start()
+        await reader.until_end()
+    assert reader.token_ids == _expected("valkey dies")
+
+
+async def test_a_killed_postgres_is_survived(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "postgres dies")
+        await reader.until_token(20)
+        stack.local.postgres.kill()
+        stack.local.postgres.start()
+        await reader.until_end()
+    assert reader.token_ids == _expected("postgres dies")
+    assert stack.generation(reader.accepted.generation_id)["state"] == "SUCCEEDED"
+
+
+async def test_everything_killed_at_once_continues_at_the_next_token(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "power cut")
+        await reader.until_token(20)
+        stack.local.kill()
+        stack.local.postgres.start()
+        stack.local.valkey.start()
+        for name in stack.local.services:
+            stack.local.start_service(name)
+        await reader.until_end(timeout_s=90)
+    assert reader.token_ids == _expected("power cut")
+    row = stack.row(
+        "SELECT count(*) AS rows, sum(output_tokens) AS tokens FROM usage_ledger WHERE generation_id = %s",
+        reader.accepted.generation_id,
+    )
+    assert row == {"rows": 1, "tokens": NUM_TOKENS}
+
+
+@pytest.mark.parametrize("place", ["submit.committed", "queue.popped", "grant.committed", "finish.committed"])
+async def test_a_scheduler_that_dies_between_two_steps_loses_no_request(stack: RunningStack, place: str) -> None:
+    prompt = f"crash at {place}"
+    stack.crash_file.write_text(place)
+
+    async def restart_the_dead() -> bool:
+        for name in stack.names(Service.SCHEDULER):
+            stack.local.start_service(name)
+        return not stack.crash_file.exists()
+
+    async with stack.client() as client:
+        reader = Reader(client.generate(MODEL, prompt, sampling=Sampling(max_output_tokens=30, seed=3)))
+        await eventually(restart_the_dead, what=f"a scheduler dies at {place}")
+        await restart_the_dead()
+        await reader.until_end()
+    assert reader.token_ids == simulated_output(prompt, seed=3, count=30)
+
+
+async def test_a_request_that_kills_every_worker_fails_and_its_neighbours_go_on(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        neighbour = _start(client, "neighbour")
+        await neighbour.until_token(10)
+        poison = Reader(client.generate(MODEL, "<<fault:crash>>", sampling=Sampling(max_output_tokens=5, seed=1)))
+        with pytest.raises(AbortedError) as caught:
+            await poison.until_end()
+        await neighbour.until_end()
+    assert caught.value.reason == Reason.ATTEMPTS_EXHAUSTED
+    assert neighbour.token_ids == _expected("neighbour")
+    letter = stack.row("SELECT * FROM dead_letters WHERE generation_id = %s", poison.accepted.generation_id)
+    assert letter is not None
+
+
+async def test_one_trace_runs_through_all_services(stack: RunningStack) -> None:
+    from sluice.timeline import parse_span  # noqa: PLC0415
+
+    async with stack.client() as client:
+        reader = _start(client, "traced")
+        await reader.until_end()
+    generation_id = reader.accepted.generation_id
+
+    async def has_all() -> bool:
+        lines = [line for path in stack.home.traces.glob("*.jsonl") for line in path.read_text().splitlines()]
+        traces: dict[str, set[str]] = {}
+        for line in lines:
+            span = parse_span(line)
+            if span is not None and re.search(generation_id, line):
+                traces.setdefault(span.trace_id, set()).add(span.service)
+        return len(traces) == 1 and set(Service) <= next(iter(traces.values()))
+
+    await eventually(has_all, what="spans of all services under one trace id", timeout_s=10)
+
+
+async def test_many_streams_at_once_are_all_exact(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        readers = [_start(client, f"many {number}") for number in range(40)]
+        await asyncio.gather(*(reader.until_end() for reader in readers))
+    for number, reader in enumerate(readers):
+        assert reader.token_ids == _expected(f"many {number}")
