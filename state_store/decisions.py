@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from service_kit.delta import ChainMismatchError, Cursor, Delta, extend_chain, rest_after
-from state_store.model import CancelCause, Finish, ModelKey, SessionState, State
+from state_store.model import CancelCause, Finish, GenerationRecord, ModelKey, NewGeneration, SessionState, State
 from state_store.ports import FinishKind, GrantKind, GrantRequest, RequeueKind
 from state_store.transitions import can_end_as, has_attempts_left
 
@@ -53,6 +53,40 @@ class OverdueHead(Protocol):
     def deadline_at(self) -> datetime | None: ...
     @property
     def queue_deadline_at(self) -> datetime: ...
+
+
+def queued_record(item: NewGeneration, now: datetime) -> GenerationRecord:
+    """The row that a submit at `now` creates."""
+    return GenerationRecord(
+        generation_id=item.generation_id,
+        tenant_id=item.tenant_id,
+        key_id=item.key_id,
+        request_id=item.request_id,
+        model=item.model,
+        model_key=item.model_key,
+        priority_class=item.priority_class,
+        state=State.QUEUED,
+        attempt=0,
+        charged_attempts=0,
+        session_id=None,
+        nonce=0,
+        prompt_token_ids=item.prompt_token_ids,
+        sampling=item.sampling,
+        grace=item.grace,
+        traceparent=item.traceparent,
+        cancel_cause=None,
+        created_at=now,
+        queue_deadline_at=now + item.queue_timeout,
+        deadline_at=now + item.deadline if item.deadline is not None else None,
+        started_at=None,
+        finished_at=None,
+        finish_reason=None,
+        error_reason=None,
+        error_message=None,
+        matched_stop=None,
+        cached_prompt_tokens=0,
+        output_tokens=0,
+    )
 
 
 def is_grantable(head: GenerationHead) -> bool:

@@ -278,7 +278,8 @@ class KeyStore(Protocol):
     async def create_key(
         self, key_id: KeyId, tenant_id: TenantId, *, prefix: str, key_hash: bytes, expires_at: datetime | None = None
     ) -> ApiKey:
-        """Raises UnknownTenantError."""
+        """Creates the key, or returns the one that has the id. Raises UnknownTenantError, and AlreadyExistsError when
+        another key has the prefix."""
 
     async def revoke_key(self, key_id: KeyId, *, now: datetime | None = None) -> bool: ...
 

@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.support.servers"]
+pytest_plugins = ["tests.support.servers", "tests.support.postgres"]

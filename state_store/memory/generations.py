@@ -14,6 +14,7 @@ from state_store.decisions import (
     decide_requeue,
     missing_output,
     output_to_finish,
+    queued_record,
     storable,
 )
 from state_store.memory.data import MemoryPart, RequestKey
@@ -61,7 +62,7 @@ class MemoryGenerationWrites(MemoryPart):
             return SubmitResult(kind=SubmitKind.CONFLICT, record=taken)
         self._data.request_keys[name] = RequestKey(generation_id=item.generation_id, request_hash=item.request_hash)
         self._data.queued_at[item.generation_id] = now
-        return SubmitResult(kind=SubmitKind.CREATED, record=self._put(_queued(item, now)))
+        return SubmitResult(kind=SubmitKind.CREATED, record=self._put(queued_record(item, now)))
 
     async def grant_many(self, items: Sequence[GrantRequest], *, now: datetime | None = None) -> list[GrantResult]:
         return [self._grant(item, self._at(now)) for item in items]
@@ -217,39 +218,6 @@ class MemoryGenerationWrites(MemoryPart):
     def _store(self, generation_id: GenerationId, rest: Delta | None) -> None:
         if rest is not None:
             self._data.chunks.setdefault(generation_id, []).append(rest)
-
-
-def _queued(item: NewGeneration, now: datetime) -> GenerationRecord:
-    return GenerationRecord(
-        generation_id=item.generation_id,
-        tenant_id=item.tenant_id,
-        key_id=item.key_id,
-        request_id=item.request_id,
-        model=item.model,
-        model_key=item.model_key,
-        priority_class=item.priority_class,
-        state=State.QUEUED,
-        attempt=0,
-        charged_attempts=0,
-        session_id=None,
-        nonce=0,
-        prompt_token_ids=item.prompt_token_ids,
-        sampling=item.sampling,
-        grace=item.grace,
-        traceparent=item.traceparent,
-        cancel_cause=None,
-        created_at=now,
-        queue_deadline_at=now + item.queue_timeout,
-        deadline_at=now + item.deadline if item.deadline is not None else None,
-        started_at=None,
-        finished_at=None,
-        finish_reason=None,
-        error_reason=None,
-        error_message=None,
-        matched_stop=None,
-        cached_prompt_tokens=0,
-        output_tokens=0,
-    )
 
 
 def _ledger_row(final: GenerationRecord, now: datetime) -> LedgerRow:

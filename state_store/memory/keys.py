@@ -3,6 +3,7 @@
 from dataclasses import replace
 from datetime import datetime
 
+from service_kit.errors import AlreadyExistsError
 from service_kit.ids import KeyId, TenantId
 from state_store.errors import UnknownTenantError
 from state_store.memory.data import MemoryPart
@@ -32,6 +33,10 @@ class MemoryKeys(MemoryPart):
         tenant = self._data.tenants.get(tenant_id)
         if tenant is None:
             raise UnknownTenantError(f"there is no tenant {tenant_id}")
+        if key_id in self._data.keys:
+            return self._data.keys[key_id]
+        if any(key.prefix == prefix for key in self._data.keys.values()):
+            raise AlreadyExistsError("another key has this prefix")
         key = ApiKey(
             key_id=key_id,
             tenant=tenant,

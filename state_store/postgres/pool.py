@@ -1,0 +1,146 @@
+"""Connections to Postgres: bounded waits, few retries, and one error for "cannot be reached"."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import errors
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import DictRow, dict_row
+from psycopg_pool import AsyncConnectionPool
+
+from state_store.errors import StoreUnavailableError
+
+Connection = psycopg.AsyncConnection[DictRow]
+Parameters = Mapping[str, Any]
+Result = TypeVar("Result")
+
+_MAX_TRIES = 4
+_RETRYABLE = (errors.DeadlockDetected, errors.SerializationFailure, errors.UniqueViolation)
+"""Rolled back for the company they were in. A unique violation is two first writers of one id; the loser then sees it."""
+_UNAVAILABLE = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    errors.ReadOnlySqlTransaction,
+    errors.IdleInTransactionSessionTimeout,
+    errors.TransactionTimeout,
+    TimeoutError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """Sizes and bounds. A call takes at most `call_timeout`, whatever the network does; the others end it earlier.
+
+    `idle_timeout` ends a transaction whose process was paused, so that its locks do not stop a takeover.
+    """
+
+    min_size: int = 1
+    max_size: int = 8
+    acquire_timeout: timedelta = timedelta(seconds=2)
+    connect_timeout: timedelta = timedelta(seconds=3)
+    statement_timeout: timedelta = timedelta(seconds=5)
+    lock_timeout: timedelta = timedelta(seconds=2)
+    idle_timeout: timedelta = timedelta(seconds=2)
+    call_timeout: timedelta = timedelta(seconds=10)
+
+
+class Database:
+    """A pool of autocommitting connections with UTC sessions; `open` and `close` are idempotent."""
+
+    def __init__(self, dsn: str, settings: PoolSettings) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._pool: AsyncConnectionPool[Connection] | None = None
+
+    async def open(self) -> None:
+        """Returns at once; connections are made in the background and the first call waits for one."""
+        if self._pool is None:
+            self._pool = self._make_pool()
+            await self._pool.open()
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            pool, self._pool = self._pool, None
+            await pool.close()
+
+    async def fetch(self, statement: str, parameters: Parameters) -> list[DictRow]:
+        """One statement, which is its own transaction."""
+
+        async def work(connection: Connection) -> list[DictRow]:
+            cursor = await connection.execute(statement, parameters)
+            return await cursor.fetchall()
+
+        return await self._run(work)
+
+    async def transact(self, work: Callable[[Connection], Awaitable[Result]]) -> Result:
+        """`work` in one transaction, in pipeline mode: a statement is sent when it or a later one is fetched."""
+
+        async def transaction(connection: Connection) -> Result:
+            async with connection.pipeline(), connection.transaction():
+                return await work(connection)
+
+        return await self._run(transaction)
+
+    async def _run(self, work: Callable[[Connection], Awaitable[Result]]) -> Result:
+        """Raises StoreUnavailableError; errors that are our bugs pass."""
+        if self._pool is None:
+            raise StoreUnavailableError("the store is not open")
+        try:
+            async with asyncio.timeout(self._settings.call_timeout.total_seconds()):
+                return await _retried(self._pool, work)
+        except (*_RETRYABLE, *_UNAVAILABLE) as error:
+            raise StoreUnavailableError(f"Postgres does not answer: {type(error).__name__}") from error
+
+    def _make_pool(self) -> AsyncConnectionPool[Connection]:
+        settings = self._settings
+        bounds = {
+            "statement_timeout": settings.statement_timeout,
+            "lock_timeout": settings.lock_timeout,
+            "idle_in_transaction_session_timeout": settings.idle_timeout,
+        }
+        options = [f"-c {name}={_milliseconds(bound)}" for name, bound in bounds.items()]
+        conninfo = make_conninfo(
+            self._dsn,
+            connect_timeout=max(1, round(settings.connect_timeout.total_seconds())),
+            tcp_user_timeout=_milliseconds(settings.call_timeout),
+            application_name="sluice",
+            options=" ".join([*options, "-c TimeZone=UTC"]),
+        )
+        return AsyncConnectionPool(
+            conninfo,
+            connection_class=Connection,
+            kwargs={"autocommit": True, "row_factory": dict_row},
+            min_size=settings.min_size,
+            max_size=settings.max_size,
+            timeout=settings.acquire_timeout.total_seconds(),
+            # A short give-up: afterwards the next caller makes the pool try again at once, without a grown back-off.
+            reconnect_timeout=settings.connect_timeout.total_seconds(),
+            check=AsyncConnectionPool.check_connection,
+            open=False,
+        )
+
+
+async def _retried(pool: AsyncConnectionPool[Connection], work: Callable[[Connection], Awaitable[Result]]) -> Result:
+    for _ in range(_MAX_TRIES - 1):
+        try:
+            async with pool.connection() as connection:
+                return await work(connection)
+        except _RETRYABLE:
+            continue
+    async with pool.connection() as connection:
+        return await work(connection)
+
+
+def _milliseconds(duration: timedelta) -> int:
+    return round(duration / timedelta(milliseconds=1))
+
+
+class PostgresPart:
+    """Base of the parts of the store: they share one pool."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database

@@ -1,0 +1,182 @@
+"""Worker sessions. Takeover and loss write the session row first: that waits for grants that hold it, and later grants
+see it. Only then, with a new snapshot, are the session's attempts read."""
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from service_kit.ids import GenerationId, SessionId
+from state_store.decisions import is_grantable
+from state_store.model import GenerationRecord, NewSession, SessionRecord
+from state_store.ports import LostSession, OpenedSession, OpenKind
+from state_store.postgres import rows, statements
+from state_store.postgres.attempts import get_records, requeue
+from state_store.postgres.pool import Connection, PostgresPart
+
+_OPEN = """
+INSERT INTO worker_sessions AS s (
+    session_id, worker_id, address, scheduler_id, owner_epoch, state, model, model_revision, model_precision,
+    context_length, num_blocks, block_size, max_running, lease_expires_at
+) VALUES (
+    %(session_id)s, %(worker_id)s, %(address)s, %(scheduler_id)s, 1, 'LIVE', %(model)s, %(revision)s, %(precision)s,
+    %(context_length)s, %(num_blocks)s, %(block_size)s, %(max_running)s,
+    coalesce(%(now)s::timestamptz, now()) + %(lease)s::interval
+)
+ON CONFLICT (session_id) DO UPDATE
+    SET owner_epoch = s.owner_epoch + 1, scheduler_id = excluded.scheduler_id, address = excluded.address,
+        lease_expires_at = excluded.lease_expires_at
+    WHERE s.state = 'LIVE'
+RETURNING owner_epoch
+"""
+_EPOCH_OF = "SELECT owner_epoch FROM worker_sessions WHERE session_id = %(session_id)s"
+_RENEW = """
+WITH held AS MATERIALIZED (
+    SELECT s.session_id FROM worker_sessions s
+    JOIN unnest(%(session_ids)s::text[], %(owner_epochs)s::bigint[]) AS i (session_id, owner_epoch)
+        ON s.session_id = i.session_id AND s.owner_epoch = i.owner_epoch
+    WHERE s.state = 'LIVE' ORDER BY s.session_id FOR NO KEY UPDATE OF s
+)
+UPDATE worker_sessions s SET lease_expires_at = coalesce(%(now)s::timestamptz, now()) + %(lease)s::interval
+FROM held WHERE s.session_id = held.session_id
+RETURNING s.session_id, s.owner_epoch
+"""
+_LOSE = """
+UPDATE worker_sessions SET state = 'LOST'
+WHERE session_id = %(session_id)s AND owner_epoch = %(owner_epoch)s AND state = 'LIVE' RETURNING session_id
+"""
+_LOSE_EXPIRED = """
+WITH over AS MATERIALIZED (
+    SELECT session_id FROM worker_sessions
+    WHERE state = 'LIVE' AND lease_expires_at < coalesce(%(now)s::timestamptz, now())
+    ORDER BY session_id LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
+)
+UPDATE worker_sessions s SET state = 'LOST' FROM over WHERE s.session_id = over.session_id RETURNING s.session_id
+"""
+_HOLD = """
+SELECT session_id FROM worker_sessions
+WHERE session_id = %(session_id)s AND owner_epoch = %(owner_epoch)s AND state = 'LIVE' FOR NO KEY UPDATE
+"""
+_END = """
+UPDATE worker_sessions s SET state = 'ENDED'
+WHERE s.session_id = %(session_id)s
+    AND NOT EXISTS (SELECT FROM generations g WHERE g.state = 'RUNNING' AND g.session_id = s.session_id)
+RETURNING s.session_id
+"""
+_LIST = """
+SELECT session_id, worker_id, address, scheduler_id, owner_epoch, state, model, model_revision, model_precision,
+    context_length, num_blocks, block_size, max_running, lease_expires_at
+FROM worker_sessions WHERE state = 'LIVE' OR %(include_over)s ORDER BY session_id
+"""
+
+
+class PostgresSessions(PostgresPart):
+    """SessionStore."""
+
+    async def open_session(
+        self, session: NewSession, *, lease: timedelta, now: datetime | None = None
+    ) -> OpenedSession:
+        async def work(connection: Connection) -> OpenedSession:
+            cursor = await connection.execute(_OPEN, {**_columns(session), "lease": lease, "now": now})
+            opened = await cursor.fetchone()
+            if opened is None:
+                cursor = await connection.execute(_EPOCH_OF, {"session_id": session.session_id})
+                over = await cursor.fetchone()
+                assert over is not None
+                return OpenedSession(kind=OpenKind.OVER, owner_epoch=over["owner_epoch"], running=())
+            cursor = await connection.execute(statements.RUNNING_OF_SESSIONS, {"session_ids": [session.session_id]})
+            running = tuple(rows.generation(row) for row in await cursor.fetchall())
+            return OpenedSession(kind=OpenKind.OPENED, owner_epoch=opened["owner_epoch"], running=running)
+
+        return await self._database.transact(work)
+
+    async def renew_many(
+        self, items: Sequence[tuple[SessionId, int]], *, lease: timedelta, now: datetime | None = None
+    ) -> list[bool]:
+        distinct = sorted(set(items))
+        parameters = {
+            "session_ids": [session_id for session_id, _ in distinct],
+            "owner_epochs": [owner_epoch for _, owner_epoch in distinct],
+            "lease": lease,
+            "now": now,
+        }
+        found = await self._database.fetch(_RENEW, parameters) if items else []
+        renewed = {(row["session_id"], row["owner_epoch"]) for row in found}
+        return [item in renewed for item in items]
+
+    async def lose_session(
+        self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
+    ) -> LostSession | None:
+        async def work(connection: Connection) -> list[LostSession]:
+            cursor = await connection.execute(_LOSE, {"session_id": session_id, "owner_epoch": owner_epoch})
+            return await _give_up_attempts(connection, [row["session_id"] for row in await cursor.fetchall()], now)
+
+        lost = await self._database.transact(work)
+        return lost[0] if lost else None
+
+    async def lose_expired(self, *, limit: int, now: datetime | None = None) -> list[LostSession]:
+        async def work(connection: Connection) -> list[LostSession]:
+            cursor = await connection.execute(_LOSE_EXPIRED, {"limit": limit, "now": now})
+            return await _give_up_attempts(connection, [row["session_id"] for row in await cursor.fetchall()], now)
+
+        return await self._database.transact(work)
+
+    async def end_session(self, session_id: SessionId, owner_epoch: int) -> bool:
+        async def work(connection: Connection) -> bool:
+            cursor = await connection.execute(_HOLD, {"session_id": session_id, "owner_epoch": owner_epoch})
+            if await cursor.fetchone() is None:
+                return False
+            cursor = await connection.execute(_END, {"session_id": session_id})
+            return await cursor.fetchone() is not None
+
+        return await self._database.transact(work)
+
+    async def running_of(self, session_ids: Sequence[SessionId]) -> list[GenerationRecord]:
+        found = await self._database.fetch(statements.RUNNING_OF_SESSIONS, {"session_ids": list(session_ids)})
+        return [rows.generation(row) for row in found]
+
+    async def orphans(self, *, limit: int) -> list[GenerationRecord]:
+        return [rows.generation(row) for row in await self._database.fetch(statements.ORPHANS, {"limit": limit})]
+
+    async def list_sessions(self, *, include_over: bool = False) -> list[SessionRecord]:
+        return [rows.session(row) for row in await self._database.fetch(_LIST, {"include_over": include_over})]
+
+
+async def _give_up_attempts(
+    connection: Connection, session_ids: Sequence[SessionId], now: datetime | None
+) -> list[LostSession]:
+    """Requeues what may run again; the rest stays RUNNING until its log is sealed and it is finished."""
+    if not session_ids:
+        return []
+    cursor = await connection.execute(statements.LOCK_RUNNING_OF_SESSIONS, {"session_ids": list(session_ids)})
+    owners: dict[GenerationId, SessionId] = {}
+    requeued_ids: list[GenerationId] = []
+    to_end_ids: list[GenerationId] = []
+    for row in await cursor.fetchall():
+        generation_id = GenerationId(str(row["generation_id"]))
+        owners[generation_id] = row["session_id"]
+        (requeued_ids if is_grantable(rows.locked_generation(row)) else to_end_ids).append(generation_id)
+    requeued = await requeue(connection, requeued_ids, now)
+    to_end = await get_records(connection, to_end_ids)
+    return [
+        LostSession(
+            session_id=session_id,
+            requeued=tuple(requeued[key] for key in sorted(requeued) if owners[key] == session_id),
+            to_end=tuple(to_end[key] for key in sorted(to_end) if owners[key] == session_id),
+        )
+        for session_id in sorted(session_ids)
+    ]
+
+
+def _columns(session: NewSession) -> dict[str, object]:
+    return {
+        "session_id": session.session_id,
+        "worker_id": session.worker_id,
+        "address": session.address,
+        "scheduler_id": session.scheduler_id,
+        "model": session.model,
+        "revision": session.model_key.revision,
+        "precision": session.model_key.precision,
+        "context_length": session.context_length,
+        "num_blocks": session.num_blocks,
+        "block_size": session.block_size,
+        "max_running": session.max_running,
+    }

@@ -1,0 +1,23 @@
+"""The whole store in Postgres."""
+
+from state_store.postgres.generations import PostgresGenerations
+from state_store.postgres.keys import PostgresKeys
+from state_store.postgres.pool import Database, PoolSettings
+from state_store.postgres.sessions import PostgresSessions
+
+_DEFAULT_SETTINGS = PoolSettings()
+
+
+class PostgresStore(PostgresGenerations, PostgresSessions, PostgresKeys):
+    """GenerationStore, SessionStore and KeyStore over one connection pool. The schema must be there (migrate.py)."""
+
+    def __init__(self, dsn: str, *, settings: PoolSettings = _DEFAULT_SETTINGS) -> None:
+        super().__init__(Database(dsn, settings))
+
+    async def open(self) -> None:
+        """Starts the pool; does not wait for Postgres."""
+        await self._database.open()
+
+    async def close(self) -> None:
+        """Closes all connections; later calls raise StoreUnavailableError."""
+        await self._database.close()
