@@ -38,8 +38,8 @@ class StepAttention(Protocol):
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Stores `key` and `value` [T, kv_heads, head_dim] of the rows in the blocks of `layer`, then attends.
 
-        `query` and the result are [T, heads, head_dim]. Row i sees its own sequence up to its own position. Writes the
-        same slots with the same values when a step is repeated.
+        `query` and the result are [T, heads, head_dim]. Row i sees its own sequence up to its own position and nothing
+        else: what earlier holders left behind a sequence's end, NaN included, has no influence. A step may be repeated.
         """
 
 
@@ -50,6 +50,3 @@ class AttentionBackend(Protocol):
 
     def begin_step(self, rows: list[SequenceRows]) -> StepAttention:
         """Prepares what is the same in all layers: slots, gathers, masks. Changes nothing."""
-
-    def clear(self, blocks: tuple[int, ...]) -> None:
-        """Overwrites blocks with zeros, so that values that are not numbers cannot reach their next holder."""

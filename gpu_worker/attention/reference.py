@@ -30,7 +30,8 @@ class _Group:
 class ReferenceAttention:
     """Implements AttentionBackend. Two tensors per layer, [num_blocks + 1, block_size, kv_heads, head_dim].
 
-    The last block pads block tables. It stays zero: a masked slot has weight zero, but zero times NaN is NaN.
+    Every slot that is gathered holds numbers, because a masked slot has weight zero, but zero times NaN is NaN: the last
+    block, which pads block tables, stays zero, and a block that a step begins but does not fill is zeroed before.
     """
 
     name = "reference"
@@ -44,16 +45,19 @@ class ReferenceAttention:
 
     def begin_step(self, rows: list[SequenceRows]) -> "ReferenceStep":
         slots = [self._slots(sequence) for sequence in rows]
+        begun = [block for sequence in rows for block in self._begun_block(sequence)]
         return ReferenceStep(
             backend=self,
             slots=torch.cat(slots).to(self.device),
+            begun_blocks=torch.tensor(begun, dtype=torch.int64, device=self.device) if begun else None,
             groups=[self._make_group(members) for members in _group(rows, self.shape.block_size)],
         )
 
-    def clear(self, blocks: tuple[int, ...]) -> None:
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        self.keys[:, index] = 0
-        self.values[:, index] = 0
+    def _begun_block(self, sequence: SequenceRows) -> tuple[int, ...]:
+        """The sequence's last block, if this step writes its first slot and not its last."""
+        last_block, num_filled = divmod(sequence.context_length, self.shape.block_size)
+        is_begun = 0 < num_filled <= sequence.num_rows
+        return (sequence.block_table[last_block],) if is_begun else ()
 
     def _slots(self, sequence: SequenceRows) -> torch.Tensor:
         """Slot of each row: block times block_size plus offset."""
@@ -65,16 +69,18 @@ class ReferenceAttention:
     def _make_group(self, members: list[SequenceRows]) -> _Group:
         num_rows = members[0].num_rows
         heads_per_kv_head = self.shape.num_heads // self.shape.num_kv_heads
-        width = max(-(-member.context_length // self.shape.block_size) for member in members)
-        padding = (self.shape.num_blocks,) * width
-        blocks = torch.tensor([(member.block_table + padding)[:width] for member in members], dtype=torch.int64)
+        widths = [-(-member.context_length // self.shape.block_size) for member in members]
+        padding = (self.shape.num_blocks,) * max(widths)
+        tables = [
+            (member.block_table[:width] + padding)[: max(widths)] for member, width in zip(members, widths, strict=True)
+        ]
         first_positions = torch.tensor([member.context_length - num_rows for member in members])
         positions = first_positions[:, None] + torch.arange(num_rows)
-        mask = torch.arange(width * self.shape.block_size) <= positions[:, :, None]
+        mask = torch.arange(max(widths) * self.shape.block_size) <= positions[:, :, None]
         first_rows = torch.tensor([member.first_row for member in members])
         return _Group(
             rows=(first_rows[:, None] + torch.arange(num_rows)).flatten().to(self.device),
-            blocks=blocks.flatten().to(self.device),
+            blocks=torch.tensor(tables, dtype=torch.int64).flatten().to(self.device),
             mask=mask[:, None].repeat(1, 1, heads_per_kv_head, 1).to(self.device),
             num_sequences=len(members),
         )
@@ -86,10 +92,14 @@ class ReferenceStep:
 
     backend: ReferenceAttention
     slots: torch.Tensor
+    begun_blocks: torch.Tensor | None
     groups: list[_Group]
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = self.backend.keys[layer], self.backend.values[layer]
+        if self.begun_blocks is not None:
+            keys.index_fill_(0, self.begun_blocks, 0)
+            values.index_fill_(0, self.begun_blocks, 0)
         keys.flatten(0, 1).index_copy_(0, self.slots, key)
         values.flatten(0, 1).index_copy_(0, self.slots, value)
         if len(self.groups) == 1:
@@ -103,7 +113,9 @@ class ReferenceStep:
         """One batched attention. The heads that share a KV head become rows of it, so that it is read once."""
         num_sequences, num_kv_heads = group.num_sequences, self.backend.shape.num_kv_heads
         num_heads, head_dim = query.shape[1:]
-        rows = query.index_select(0, group.rows).view(num_sequences, -1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        rows = query.index_select(0, group.rows).view(
+            num_sequences, -1, num_kv_heads, num_heads // num_kv_heads, head_dim
+        )
         rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
         keys = keys.index_select(0, group.blocks).view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
         values = values.index_select(0, group.blocks).view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)

@@ -37,9 +37,6 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits of the sampled sequences in plan order. May raise, and may then be asked again for a part of the plan."""
 
-    def clear(self, blocks: tuple[int, ...]) -> None:
-        """Zeroes blocks."""
-
 
 class NativeEngine:
     """Implements `gpu_worker.engine.port.Engine` over a model of our own.
@@ -209,8 +206,7 @@ class NativeEngine:
         return output
 
     def _fail(self, live: LiveSequence, failure: str) -> SequenceOutput:
-        # Its KV may hold NaN, which would reach a later holder of the blocks even through a mask.
-        self._runner.clear(self._scheduler.remove(live.spec.sequence_id))
+        self._scheduler.remove(live.spec.sequence_id)
         self._forget(live)
         return live.fail(failure)
 

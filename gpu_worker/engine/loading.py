@@ -111,4 +111,3 @@ def _warm_up(runner: ModelRunner, num_tokens: int) -> None:
         sequence_id="warm-up", start=0, token_ids=(0,) * num_tokens, block_table=(0,), is_sampled=True
     )
     runner.run(StepPlan(sequences=(warm_up,)))
-    runner.clear((0,))

@@ -37,11 +37,6 @@ class ModelRunner:
             ]
             return self._model.logits(hidden[self._to_device(last_rows)])
 
-    def clear(self, blocks: tuple[int, ...]) -> None:
-        """Zeroes blocks whose content may not be numbers, before another sequence gets them."""
-        with torch.inference_mode():
-            self._attention.clear(blocks)
-
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._model.device)
 

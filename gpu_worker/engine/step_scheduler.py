@@ -107,13 +107,13 @@ class StepScheduler:
         self._sequences[sequence.sequence_id] = sequence
         insort(self._waiting, sequence, key=_by_order)
 
-    def remove(self, sequence_id: str) -> tuple[int, ...]:
-        """Ends a sequence in any state and gives its blocks back at once; returns them."""
+    def remove(self, sequence_id: str) -> None:
+        """Ends a sequence in any state and gives its blocks back at once."""
         sequence = self._sequences.pop(sequence_id)
         if self._running.pop(sequence_id, None) is None:
             self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
-        return self._release(sequence)
+        self._release(sequence)
 
     def schedule(self) -> StepPlan:
         """The next step. Takes blocks for it and preempts as needed; empty only when there is no sequence."""
@@ -232,12 +232,10 @@ class StepScheduler:
         draft.preempt(victim.sequence_id)
         self._num_preempted += 1
 
-    def _release(self, sequence: Sequence) -> tuple[int, ...]:
-        blocks = tuple(sequence.block_table)
-        self._pool.release(blocks)
+    def _release(self, sequence: Sequence) -> None:
+        self._pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed_tokens = 0
-        return blocks
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.num_uncomputed_tokens > self._limits.long_prefill_tokens

@@ -1,11 +1,13 @@
 """The native engine against transformers, token for token, however the work is cut and batched."""
 
+import shutil
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from gpu_worker.engine.engine import NativeEngine, load_native_engine
@@ -30,6 +32,7 @@ PROMPTS = tuple(
         "héllo wörld",
     )
 )
+NAN_TOKEN = 7
 VARIANTS = {
     "grouped-query, untied": {"num_kv_heads": 2},
     "grouped-query, tied": {"num_kv_heads": 2, "tied": True},
@@ -55,9 +58,6 @@ class RecordingRunner:
         for planned, row in zip(sampled, logits, strict=True):
             self.logits[planned.sequence_id, planned.context_length] = row.clone()
         return logits
-
-    def clear(self, blocks: tuple[int, ...]) -> None:
-        self.runner.clear(blocks)
 
 
 @pytest.fixture(scope="session")
@@ -200,6 +200,27 @@ def test_a_seeded_output_is_the_same_alone_batched_preempted_and_resumed(model_d
     assert run_to_end(load(directory), [resumed])["resumed"].token_ids == expected[2][9:]
     other_seed = make_spec("other", PROMPTS[2], max_output_tokens=NUM_OUTPUT, **{**SAMPLED, "seed": 12})
     assert run_to_end(load(directory), [other_seed])["other"].token_ids != expected[2]
+
+
+def test_what_is_not_a_number_never_leaves_its_own_sequence(tmp_path, model_directory, expected_outputs):
+    """A token whose embedding is NaN fails its own sequence, and neither neighbours nor later holders of its blocks."""
+    directory = tmp_path / "model"
+    shutil.copytree(model_directory("llama3 rope"), directory)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][NAN_TOKEN] = torch.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    settings = EngineSettings(threads=1, num_blocks=26, block_size=8, token_budget=64, max_running=8)
+    engine = load_native_engine(directory, settings=settings)
+    poison = [make_spec(f"poison {number}", [NAN_TOKEN] * 90, max_output_tokens=5) for number in range(3)]
+    results = run_to_end(engine, [poison[0], specs()[1]])
+    assert results["poison 0"].finish.failure == "the model's logits are not finite"
+    assert results["1"].token_ids == expected_outputs("llama3 rope")[1]
+    engine.add(poison[1])
+    engine.step()  # only part of its prompt, then it is gone
+    engine.abort(poison[1].sequence_id)
+    later = run_to_end(engine, [make_spec(f"later {number}", prompt) for number, prompt in enumerate(PROMPTS)])
+    for number in range(len(PROMPTS)):
+        assert later[f"later {number}"].token_ids == expected_outputs("llama3 rope")[number][:20]
 
 
 def test_all_memory_is_free_after_the_last_sequence(model_directory):
