@@ -5,16 +5,17 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from scheduler.cancellation import Cancellation
-from scheduler.policy import is_unwatched_for_too_long, queue_entry_of
+from scheduler.policy import finish_without_worker, is_unwatched_for_too_long, queue_entry_of
 from scheduler.queue.port import AdmissionQueue
 from scheduler.recovery import Recovery
 from scheduler.session_registry import SessionRegistry
+from service_kit.delta import Cursor
 from service_kit.errors import SluiceError, UnavailableError
 from service_kit.ids import GenerationId, minted_at
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter
-from state_store.model import CancelCause, GenerationRecord, ModelKey
-from state_store.ports import GenerationStore, SessionStore
+from state_store.model import AttemptOutcome, CancelCause, GenerationRecord, ModelKey
+from state_store.ports import AttemptRef, GenerationStore, SessionStore
 
 _log = get_logger()
 
@@ -106,8 +107,17 @@ class Reaper:
             await self._recovery.recover_session(lost)
 
     async def adopt_orphans(self) -> None:
-        """Rows whose session is over and that a recovery left RUNNING: sealed and ended now."""
-        await self._recovery.end_rows(await self._store.orphans(limit=PAGE))
+        """Rows whose session is over and that a recovery left RUNNING: sealed and ended, or given back."""
+        orphans = await self._store.orphans(limit=PAGE)
+        to_end = [record for record in orphans if finish_without_worker(record, Cursor(), None) is not None]
+        await self._recovery.end_rows(to_end)
+        to_give_back = [
+            AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
+            for record in orphans
+            if record not in to_end
+        ]
+        if to_give_back:
+            await self._recovery.give_back(to_give_back, AttemptOutcome.SESSION_LOST)
 
     async def return_in_flight(self) -> None:
         """Entries popped by a dispatcher that died before its grant."""

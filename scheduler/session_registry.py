@@ -35,6 +35,7 @@ class SessionRegistry:
         self._clock = clock
         self._lease = lease
         self._sessions: dict[SessionId, tuple[WorkerSession, asyncio.Task[None]]] = {}
+        self._unclaimed: set[AttemptRef] = set()
 
     def ready(self) -> list[WorkerSession]:
         """Sessions that can take work, those with the fewest attempts first."""
@@ -118,15 +119,19 @@ class SessionRegistry:
         """Compares the sessions with Postgres: adopts grants this process forgot (an ambiguous commit), passes on
         cancels that were recorded elsewhere, gives back what a worker did not name after a second assignment."""
         sessions = {session.session.session_id: session for session, _ in self._sessions.values()}
+        unclaimed: set[AttemptRef] = set()
         for record in await self._store.running_of(list(sessions)):
-            session = sessions[record.session_id] if record.session_id is not None else None
-            if session is None:
-                continue
+            assert record.session_id is not None
+            session = sessions[record.session_id]
             ref = AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
             if session.table.find(ref) is None and not session.is_ending(ref):
-                session.expect(record)
+                # Seen once it may be a grant or an end that is just being dealt with.
+                if ref in self._unclaimed:
+                    session.expect(record)
+                unclaimed.add(ref)
             if record.cancel_cause is not None:
                 session.cancel(ref)
+        self._unclaimed = unclaimed
         for session in sessions.values():
             overdue = [
                 attempt.ref

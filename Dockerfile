@@ -1,0 +1,57 @@
+# syntax=docker/dockerfile:1
+# One file, one target per service:  docker build --target gateway|scheduler|gpu_worker|tools .
+# PYTHON_IMAGE: any image with Python 3.11 or newer and pip. TORCH: the torch to install in gpu_worker and tools.
+ARG PYTHON_IMAGE=python:3.11-slim
+
+FROM ${PYTHON_IMAGE} AS wheel
+WORKDIR /src
+COPY pyproject.toml README.md alembic.ini ./
+COPY service_kit service_kit
+COPY state_store state_store
+COPY migrations migrations
+COPY gateway gateway
+COPY scheduler scheduler
+COPY gpu_worker gpu_worker
+COPY sluice sluice
+COPY protos/gen protos/gen
+RUN pip wheel --quiet --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM ${PYTHON_IMAGE} AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN useradd --create-home --uid 10001 sluice \
+    && mkdir -p /models /home/sluice/.sluice/models && chown -R sluice:sluice /models /home/sluice/.sluice
+COPY --from=wheel /wheels /wheels
+WORKDIR /home/sluice
+
+FROM base AS gateway
+RUN pip install --quiet "$(ls /wheels/*.whl)[gateway,otlp]"
+USER sluice
+ENV SLUICE_GATEWAY_LISTEN=0.0.0.0:7200 SLUICE_MODELS_DIR=/models
+EXPOSE 7200
+HEALTHCHECK --start-period=60s CMD ["python", "-m", "service_kit.health_probe", "127.0.0.1:7200"]
+CMD ["python", "-m", "gateway"]
+
+FROM base AS scheduler
+RUN pip install --quiet "$(ls /wheels/*.whl)[scheduler,otlp]"
+USER sluice
+ENV SLUICE_SCHEDULER_LISTEN=0.0.0.0:7201
+EXPOSE 7201
+HEALTHCHECK --start-period=60s CMD ["python", "-m", "service_kit.health_probe", "127.0.0.1:7201"]
+CMD ["python", "-m", "scheduler"]
+
+FROM base AS gpu_worker
+ARG TORCH=torch==2.13.0
+RUN pip install --quiet "${TORCH}" && pip install --quiet "$(ls /wheels/*.whl)[gpu-worker,otlp]"
+USER sluice
+ENV SLUICE_WORKER_LISTEN=0.0.0.0:7301
+EXPOSE 7301
+HEALTHCHECK --start-period=120s CMD ["python", "-m", "service_kit.health_probe", "127.0.0.1:7301"]
+CMD ["python", "-m", "gpu_worker"]
+
+# One-shot work: `sluice models pull`, `sluice keys create`, `sluice generate`.
+FROM gpu_worker AS tools
+USER root
+RUN pip install --quiet "$(ls /wheels/*.whl)[stores,cli]"
+USER sluice
+ENTRYPOINT ["sluice"]
+CMD ["--help"]
