@@ -60,6 +60,10 @@ class StreamHub:
         """Whether the subscription to the log's pushes stands, as far as known."""
         return self._connected.is_set()
 
+    @property
+    def is_draining(self) -> bool:
+        return self._refusal is not None
+
     async def wait_connected(self) -> None:
         await self._connected.wait()
 
