@@ -38,7 +38,7 @@ async def serve(config: SchedulerConfig) -> None:
     await asyncio.to_thread(wait_for_schema, config.postgres_dsn, STARTUP_PATIENCE)
     store = PostgresStore(config.postgres_dsn)
     await store.open()
-    redis = await connect_redis(config.redis_url)
+    redis = connect_redis(config.redis_url)
     queue = RedisAdmissionQueue(redis)
     parts = build(config, store=store, log=RedisDeltaLog(redis), queue=queue)
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)

@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import cast
+
+from redis.asyncio import Redis
 
 from inference.internal.v1 import scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
+from scheduler.queue.memory import MemoryAdmissionQueue
 from scheduler.queue.port import AdmissionQueue
 from scheduler.reaper import Store
 from scheduler.wiring import Clocks, Parts, build
@@ -16,6 +20,7 @@ from service_kit.grpc_server import GrpcServer
 from service_kit.ids import GenerationId, KeyId, RequestId, TenantId, new_generation_id
 from service_kit.logging import LogFormat
 from service_kit.sampling import SamplingParams
+from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import DeltaLogReader, DeltaLogWriter
 from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass
 
@@ -46,9 +51,20 @@ class ManualClock:
 
 @dataclass(slots=True, kw_only=True)
 class Stores:
+    """`redis` is None for the memory twins."""
+
     store: Store
     log: Log
     queue: AdmissionQueue
+    redis: Redis | None
+
+    async def lose_log_and_queue(self) -> None:
+        """What FLUSHALL does."""
+        if self.redis is not None:
+            await self.redis.flushdb()
+        else:
+            cast("MemoryDeltaLog", self.log).lose_all()
+            cast("MemoryAdmissionQueue", self.queue).lose_all()
 
 
 @dataclass(slots=True, kw_only=True)

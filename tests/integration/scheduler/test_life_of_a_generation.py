@@ -1,42 +1,16 @@
-"""The scheduler over memory stores and a scripted worker: the whole life of a generation, and its races."""
-
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+"""The scheduler with a scripted worker: the whole life of a generation, over memory twins and real servers."""
 
 import grpc
 import pytest
 
 from inference.internal.v1 import worker_pb2
-from scheduler.queue.memory import MemoryAdmissionQueue
 from service_kit.delta import Cursor, Delta, make_delta
 from service_kit.sampling import FinishReason
-from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import OpenItem
-from state_store.memory.store import MemoryStore
 from state_store.model import AttemptOutcome, State
 from tests.support.polling import eventually
-from tests.support.scheduler_rig import SchedulerRig, Stores, make_generation, running_scheduler
+from tests.support.scheduler_rig import SchedulerRig, make_generation
 from tests.support.scripted_worker import ScriptedWorker
-
-
-@pytest.fixture
-async def rig() -> AsyncIterator[SchedulerRig]:
-    def now() -> datetime:
-        return datetime.now(tz=UTC)
-
-    stores = Stores(store=MemoryStore(), log=MemoryDeltaLog(now), queue=MemoryAdmissionQueue(now))
-    async with running_scheduler(stores) as rig:
-        yield rig
-
-
-@pytest.fixture
-async def worker(rig: SchedulerRig) -> AsyncIterator[ScriptedWorker]:
-    worker = ScriptedWorker()
-    await worker.start()
-    await worker.announce(rig.address)
-    await eventually(lambda: bool(rig.parts.registry.ready()))
-    yield worker
-    await worker.stop()
 
 
 def tokens(after: Delta | None, *ids: int) -> Delta:
@@ -219,7 +193,7 @@ async def test_an_emptied_log_is_opened_again_and_refilled_by_the_worker(
     first = tokens(None, 10, 11)
     worker.say(generation_id, 1, first)
     await worker.until(lambda: bool(worker.received_of("ack")))
-    rig.stores.log.lose_all()  # type: ignore[attr-defined]
+    await rig.stores.lose_log_and_queue()
     worker.say(generation_id, 1, tokens(first, 12))
     await worker.until(lambda: any(v.resend_from == 1 for v in worker.verdicts()))
     whole = tokens(None, 10, 11, 12)
