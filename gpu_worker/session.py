@@ -181,6 +181,8 @@ class WorkerSession:
 
         The same owner may come back under its epoch: its connection broke, and this side may not have noticed.
         """
+        if owner_epoch < 1:
+            raise InvalidArgumentError("open.owner_epoch", "must be at least 1")
         if self._ended is not None:
             raise self._ended
         if session_id != self.session_id:
@@ -188,8 +190,6 @@ class WorkerSession:
         last_epoch, last_scheduler = self._last_owner
         if owner_epoch < last_epoch or (owner_epoch == last_epoch and scheduler_id != last_scheduler):
             raise AbortedError(f"owner_epoch {owner_epoch} is superseded by {last_epoch}")
-        if owner_epoch < 1:
-            raise InvalidArgumentError("open.owner_epoch", "must be at least 1")
         if self._stream is not None:
             self._stream.close(AbortedError(f"replaced by a stream of owner_epoch {owner_epoch}"))
         self._last_owner = (owner_epoch, scheduler_id)
