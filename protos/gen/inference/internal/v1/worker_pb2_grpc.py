@@ -51,7 +51,8 @@ class WorkerServiceServicer:
         its assignment); the worker's responses carry the heartbeats and the tokens.
 
         The first request is `open`; the first response is `hello`. A stream with a higher owner_epoch replaces an older
-        one (which ends with ABORTED); one with a lower or equal epoch, or another session_id, is refused with ABORTED. The
+        one (which ends with ABORTED), and so does one of the same scheduler with the same epoch: its connection broke. Any
+        other equal epoch, a lower one, or another session_id is refused with ABORTED. OK is the end of a drained worker. The
         scheduler answers each heartbeat with a verdict; a worker that hears nothing for 2 s announces itself elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
