@@ -26,9 +26,9 @@ WORKDIR /home/sluice
 FROM base AS gateway
 RUN pip install --quiet "$(ls /wheels/*.whl)[gateway,otlp]"
 USER sluice
-ENV SLUICE_GATEWAY_LISTEN=0.0.0.0:7200 SLUICE_MODELS_DIR=/models
-EXPOSE 7200
-HEALTHCHECK --start-period=60s CMD ["python", "-m", "service_kit.health_probe", "127.0.0.1:7200"]
+ENV SLUICE_GATEWAY_LISTEN=0.0.0.0:50051 SLUICE_MODELS_DIR=/models
+EXPOSE 50051
+HEALTHCHECK --start-period=60s CMD ["python", "-m", "service_kit.health_probe", "127.0.0.1:50051"]
 CMD ["python", "-m", "gateway"]
 
 FROM base AS scheduler
