@@ -57,20 +57,38 @@ def current_revision(dsn: str) -> str | None:
         raise StoreUnavailableError(f"Postgres cannot be reached: {error}") from error
 
 
+def wait_for_server(dsn: str, timeout: timedelta, *, clock: Callable[[], float] = time.monotonic) -> None:
+    """Returns once Postgres answers, whatever its schema. Raises StoreUnavailableError after `timeout`."""
+    _wait_until(lambda: _problem_of_server(dsn), timeout, clock)
+
+
 def wait_for_schema(dsn: str, timeout: timedelta, *, clock: Callable[[], float] = time.monotonic) -> None:
     """Returns once the database has at least this build's revision. Raises StoreUnavailableError after `timeout`."""
     head = head_revision()
+    _wait_until(lambda: _problem_of_schema(dsn, head), timeout, clock)
+
+
+def _problem_of_server(dsn: str) -> str | None:
+    try:
+        current_revision(dsn)
+    except StoreUnavailableError as error:
+        return error.message
+    return None
+
+
+def _problem_of_schema(dsn: str, head: str) -> str | None:
+    try:
+        revision = current_revision(dsn)
+    except StoreUnavailableError as error:
+        return error.message
+    if revision is not None and revision >= head:
+        return None
+    return f"the schema is at {revision} and has to reach {head}"
+
+
+def _wait_until(problem_of: Callable[[], str | None], timeout: timedelta, clock: Callable[[], float]) -> None:
     deadline = clock() + timeout.total_seconds()
-    while True:
-        problem = "the schema is missing"
-        try:
-            revision = current_revision(dsn)
-        except StoreUnavailableError as error:
-            problem = error.message
-        else:
-            if revision is not None and revision >= head:
-                return
-            problem = f"the schema is at {revision} and has to reach {head}"
+    while (problem := problem_of()) is not None:
         if clock() >= deadline:
             raise StoreUnavailableError(problem)
         time.sleep(_POLL.total_seconds())
