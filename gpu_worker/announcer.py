@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import cycle
 
 import grpc
 
@@ -41,14 +40,19 @@ class AnnounceTimes:
 
 
 class Announcer:
-    """Announces sessions of one worker. After a stream that ended, and after each failure, the next replica is asked."""
+    """Announces sessions of one worker.
+
+    After a broken stream its owner is asked first: it may only have lost the connection, and takes up where it was. After
+    silence, and after each failure, it is the next replica's turn.
+    """
 
     def __init__(
         self, *, schedulers: Sequence[SchedulerTarget], address: str, worker_id: str, times: AnnounceTimes
     ) -> None:
         if not schedulers:
             raise ValueError("a worker needs at least one scheduler")
-        self._schedulers = cycle(schedulers)
+        self._schedulers = tuple(schedulers)
+        self._turn = 0
         self._address = address
         self._worker_id = worker_id
         self._times = times
@@ -57,7 +61,11 @@ class Announcer:
         """Until cancelled. Raises SessionOverError when a scheduler refuses the session for good."""
         while True:
             await session.disconnected.wait()
-            if not await self._announce_to(next(self._schedulers), session):
+            if session.was_silent:
+                session.was_silent = False
+                self._turn += 1
+            if not await self._announce_to(self._schedulers[self._turn % len(self._schedulers)], session):
+                self._turn += 1
                 await asyncio.sleep(self._times.retry.total_seconds())
 
     async def _announce_to(self, scheduler: SchedulerTarget, session: WorkerSession) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from gpu_worker.attempts import Assignment, AttemptNews, AttemptRef, HeldAttempt, VerdictAction
 from gpu_worker.engine.port import Capabilities, LoadReport, SequenceFinish
-from gpu_worker.session import BatchMessage, OutgoingMessage, StateMessage
+from gpu_worker.session_stream import BatchMessage, OutgoingMessage, StateMessage
 from inference.internal.v1 import worker_pb2
 from service_kit.errors import InvalidArgumentError
 from service_kit.ids import GenerationId, SessionId

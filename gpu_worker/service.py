@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 from gpu_worker.codec import decode_assignment, decode_ref, decode_refs, decode_verdict, encode_outgoing
-from gpu_worker.session import SessionStream, WorkerSession
+from gpu_worker.session import WorkerSession
+from gpu_worker.session_stream import SessionStream
 from gpu_worker.supervisor import EngineLostError
 from gpu_worker.tasks import run_until_first
 from inference.internal.v1 import worker_pb2, worker_pb2_grpc

@@ -2,28 +2,23 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Protocol, assert_never
 
 from gpu_worker.attempts import (
     Assignment,
     AttemptBook,
-    AttemptNews,
     AttemptRecord,
     AttemptRef,
     EngineCalls,
-    HeldAttempt,
     VerdictAction,
     failed_finish,
 )
 from gpu_worker.engine.frames import OutputFrame, RefusedFrame
 from gpu_worker.engine.port import Capabilities, LoadReport, SequenceFinish, SequenceOutput, SequenceSpec
-from service_kit.errors import AbortedError, InvalidArgumentError, SluiceError, UnavailableError
+from gpu_worker.session_stream import SessionStream, StateMessage, StreamTimes
+from service_kit.errors import AbortedError, InvalidArgumentError, SluiceError
 from service_kit.ids import SchedulerId, SessionId
 from service_kit.logging import get_logger
-
-MAX_UNACKNOWLEDGED_BATCHES = 8
 
 _log = get_logger()
 
@@ -34,113 +29,6 @@ class EngineLink(Protocol):
     async def add(self, specs: Sequence[SequenceSpec]) -> None: ...
 
     async def abort(self, sequence_ids: Sequence[str]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamTimes:
-    """`heartbeat`: between heartbeats. `silence`: a scheduler unheard for so long is given up."""
-
-    heartbeat: timedelta = timedelta(seconds=1)
-    silence: timedelta = timedelta(seconds=2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateMessage:
-    """Hello (`is_hello`) or heartbeat: how full the engine is, and everything the session holds."""
-
-    is_hello: bool
-    load: LoadReport
-    is_draining: bool
-    held: tuple[HeldAttempt, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchMessage:
-    """New tokens and ends; batches count from 1 on each stream."""
-
-    batch: int
-    news: tuple[AttemptNews, ...]
-
-
-OutgoingMessage = StateMessage | BatchMessage
-
-
-class SessionStream:
-    """One stream's window, clock and end. Its messages are cut from the session's records when they are asked for."""
-
-    def __init__(
-        self,
-        session: "WorkerSession",
-        *,
-        owner_epoch: int,
-        scheduler_id: SchedulerId,
-        times: StreamTimes,
-        clock: Callable[[], float],
-    ) -> None:
-        self.owner_epoch = owner_epoch
-        self.scheduler_id = scheduler_id
-        self.wake = asyncio.Event()
-        self._session = session
-        self._times = times
-        self._clock = clock
-        self._last_heard = clock()
-        self._heartbeat_due: float | None = None
-        self._num_sent = 0
-        self._num_acknowledged = 0
-        self._is_closed = asyncio.Event()
-        self._close_error: SluiceError | None = None
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed.is_set()
-
-    def heard(self) -> None:
-        """The scheduler said something."""
-        self._last_heard = self._clock()
-
-    def acknowledge(self, batch: int) -> None:
-        self._num_acknowledged = max(self._num_acknowledged, min(batch, self._num_sent))
-        self.wake.set()
-
-    def close(self, error: SluiceError | None) -> None:
-        """Ends the stream, with an error or in good order; the first reason counts."""
-        if not self._is_closed.is_set():
-            self._close_error = error
-            self._is_closed.set()
-
-    async def wait_closed(self) -> None:
-        """Returns when the stream was closed in good order; raises the error it was closed with."""
-        await self._is_closed.wait()
-        if self._close_error is not None:
-            raise self._close_error
-
-    async def watch_silence(self) -> None:
-        """Returns when the scheduler has been silent for too long; the stream is closed then."""
-        limit = self._times.silence.total_seconds()
-        while (rest := self._last_heard + limit - self._clock()) > 0:  # noqa: ASYNC110 - a time has no event
-            await asyncio.sleep(rest)
-        _log.warning("scheduler_silent", scheduler_id=self.scheduler_id)
-        self.close(UnavailableError("the scheduler was silent for too long"))
-
-    async def next_message(self) -> OutgoingMessage:
-        """Hello first; then heartbeats when due, and batches while the window has room. One caller."""
-        if self._heartbeat_due is None:
-            self._heartbeat_due = self._clock() + self._times.heartbeat.total_seconds()
-            return self._session.state_message(is_hello=True)
-        while True:
-            self.wake.clear()
-            rest = self._heartbeat_due - self._clock()
-            if rest <= 0:
-                self._heartbeat_due = self._clock() + self._times.heartbeat.total_seconds()
-                return self._session.state_message(is_hello=False)
-            if self._num_sent - self._num_acknowledged < MAX_UNACKNOWLEDGED_BATCHES and self._session.book.has_news:
-                self._num_sent += 1
-                return BatchMessage(batch=self._num_sent, news=tuple(self._session.book.take_news()))
-            try:
-                async with asyncio.timeout(rest):
-                    await self.wake.wait()
-            except TimeoutError:
-                continue
 
 
 class WorkerSession:
@@ -161,6 +49,8 @@ class WorkerSession:
         self.book = AttemptBook(session_id)
         self.load = _empty_load(capabilities)
         self.is_draining = False
+        self.was_silent = False
+        """Whether the last stream ended because its scheduler said nothing; whoever announces clears it."""
         self.connected = asyncio.Event()
         self.disconnected = asyncio.Event()
         self.disconnected.set()

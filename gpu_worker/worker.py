@@ -10,7 +10,8 @@ from gpu_worker.announcer import SessionOverError
 from gpu_worker.attempts import AttemptRecord
 from gpu_worker.engine.frames import OutputFrame, RefusedFrame
 from gpu_worker.engine.port import Capabilities, SequenceFinish
-from gpu_worker.session import EngineLink, StreamTimes, WorkerSession
+from gpu_worker.session import EngineLink, WorkerSession
+from gpu_worker.session_stream import StreamTimes
 from gpu_worker.supervisor import EngineLostError, HangLimits
 from gpu_worker.tasks import run_until_first
 from service_kit.errors import AbortedError

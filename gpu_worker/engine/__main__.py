@@ -7,6 +7,7 @@ for: SimulatedSettings for "sim", EngineSettings otherwise.
 import argparse
 import ctypes
 import json
+import os
 import signal
 import socket
 import sys
@@ -19,6 +20,8 @@ from gpu_worker.engine.port import Engine
 from gpu_worker.engine.process import EngineLoop
 from gpu_worker.engine.progress import ProgressPage
 from gpu_worker.engine.simulated import SIMULATED_PRECISION, SimulatedSettings, load_simulated_engine
+from service_kit.environment import Environment
+from service_kit.logging import LogFormat, configure_logging
 from service_kit.model_manifest import read_manifest
 
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +36,12 @@ def main() -> int:
     parser.add_argument("--settings", default="{}", help="settings of the engine as a JSON object")
     arguments = parser.parse_args()
     _die_with_parent()
+    environment = Environment(os.environ)
+    configure_logging(
+        service="gpu_worker.engine",
+        level=environment.text("SLUICE_LOG_LEVEL", "INFO"),
+        log_format=LogFormat(environment.text("SLUICE_LOG_FORMAT", LogFormat.JSON)),
+    )
     connection = socket.socket(fileno=arguments.fd)
     try:
         engine = load_engine(arguments.model, json.loads(arguments.settings))

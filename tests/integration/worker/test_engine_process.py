@@ -15,7 +15,7 @@ from gpu_worker.supervisor import EngineCommand, EngineLostError, EngineProcess,
 from service_kit.delta import join
 from service_kit.sampling import FinishReason, SamplingParams
 from tests.support.polling import eventually
-from tests.support.tiny_models import encode
+from tests.support.tiny_models import encode, make_tiny_llama
 
 START = timedelta(seconds=60)
 GRACE = timedelta(seconds=10)
@@ -159,3 +159,15 @@ async def test_an_engine_that_cannot_load_says_why(tmp_path, model_directory):
     async with engine_process(model_directory, num_blocks=0) as engine:
         with pytest.raises(EngineLostError, match="num_blocks"):
             await engine.wait_ready(START)
+
+
+async def test_the_native_engine_runs_behind_the_same_border(tmp_path):
+    make_tiny_llama(tmp_path)
+    async with engine_process(tmp_path, num_blocks=32, max_running=4, threads=1) as engine:
+        capabilities = await engine.wait_ready(START)
+        assert (capabilities.engine, capabilities.precision) == ("native", "fp32")
+        await engine.add([spec("a"), spec("b")])
+        await engine.abort(["b"])
+        delta, finish = await run_to_end(engine)
+        assert (delta.last, finish.output_tokens) == (finish.output_tokens, finish.output_tokens)
+        assert finish.failure is None

@@ -6,7 +6,8 @@ import pytest
 
 from gpu_worker.engine.simulated_tokens import expected_output
 from gpu_worker.service import WorkerServicer
-from gpu_worker.session import MAX_UNACKNOWLEDGED_BATCHES, StreamTimes, WorkerSession
+from gpu_worker.session import WorkerSession
+from gpu_worker.session_stream import MAX_UNACKNOWLEDGED_BATCHES, StreamTimes
 from inference.internal.v1 import worker_pb2, worker_pb2_grpc
 from service_kit.delta import extend_chain
 from service_kit.grpc_client import INTERNAL_TOKEN_KEY

@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpu_worker.engine.simulated_tokens import expected_output
-from gpu_worker.session import MAX_UNACKNOWLEDGED_BATCHES
+from gpu_worker.session_stream import MAX_UNACKNOWLEDGED_BATCHES
 from inference.internal.v1 import worker_pb2
 from service_kit.grpc_client import open_channel
 from sluice.local.child import free_port
