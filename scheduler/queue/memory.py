@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from scheduler.queue.codec import to_ms
 from scheduler.queue.errors import QueueNotReadyError, QueueUnavailableError
 from scheduler.queue.port import EnqueueStatus, Popped, QueueEntry, Room
 from scheduler.queue.settings import QueueSettings
@@ -21,8 +22,8 @@ class _Slot:
     held_until: datetime | None = None
 
     @property
-    def place(self) -> tuple[int, datetime, GenerationId]:
-        return self.entry.priority_class.rank, self.entry.arrived_at, self.entry.generation_id
+    def place(self) -> tuple[int, int, GenerationId]:
+        return self.entry.priority_class.rank, to_ms(self.entry.arrived_at), self.entry.generation_id
 
 
 class MemoryAdmissionQueue:

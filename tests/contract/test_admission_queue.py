@@ -119,6 +119,13 @@ async def test_an_entry_comes_out_as_it_went_in(under_test: QueueUnderTest) -> N
     assert await under_test.pop_entries() == [entry]
 
 
+async def test_arrivals_of_one_millisecond_leave_by_id(under_test: QueueUnderTest) -> None:
+    first, second = sorted((entry_of(), entry_of()), key=lambda entry: entry.generation_id)
+    first = replace(first, arrived_at=ARRIVAL + timedelta(microseconds=5))
+    await under_test.add(second, first)
+    assert await under_test.pop_entries() == [first, second]
+
+
 async def test_models_do_not_share_a_queue(under_test: QueueUnderTest) -> None:
     ours, theirs = entry_of(), entry_of(model_key=OTHER_MODEL)
     await under_test.add(ours, theirs)
