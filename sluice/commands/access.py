@@ -6,8 +6,8 @@ from typing import Any
 from sluice.client import ClientSettings
 from sluice.errors import UserError
 from sluice.home import Home
-from sluice.local.stack import read_run_file
 from sluice.retry import RetryPolicy
+from sluice.run_file import read_run_file
 
 
 def client_settings(

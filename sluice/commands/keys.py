@@ -5,14 +5,14 @@ import os
 from typing import Annotated, Any
 
 import typer
-from state_store.postgres.store import PostgresStore
 
 from service_kit.ids import TenantId
 from sluice.console import say, write_text
 from sluice.errors import UserError
 from sluice.home import find_home
 from sluice.keys import create_key, parse_tenant
-from sluice.local.stack import read_run_file
+from sluice.run_file import read_run_file
+from state_store.postgres.store import PostgresStore
 
 app = typer.Typer(help="API keys.", no_args_is_help=True)
 
@@ -30,7 +30,8 @@ def create_command(
     ] = None,
 ) -> None:
     """Make a key, and print it once: only its hash is kept."""
-    key = asyncio.run(_create(find_dsn(dsn), parse_tenant(tenant)))
+    tenant_id = parse_tenant(tenant)
+    key = asyncio.run(_create(find_dsn(dsn), tenant_id))
     write_text(f"{key}\n")
     say(f"a key of tenant {tenant}; it is not shown again")
 

@@ -14,6 +14,7 @@ from sluice.models.pull import building, pull
 DEFAULT_MODEL = CATALOGUE[0].name
 DEFAULT_SIMULATED_MODEL = "simulated"
 _SIMULATED_CONTEXT_LENGTH = 8192
+_SIMULATED_PRECISION = "sim"
 
 app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 
@@ -82,4 +83,8 @@ def require_model(home: Home, name: str, *, engine: str) -> ModelManifest:
         make_simulated(home, name)
     if not (home.models / name / MANIFEST_NAME).exists():
         raise UserError(f"the model {name} is not in {home.models}; fetch it with: sluice models pull {name}")
-    return read_manifest(home.models / name)
+    manifest = read_manifest(home.models / name)
+    fitting = "simulated" if manifest.precision == _SIMULATED_PRECISION else "native"
+    if engine != fitting:
+        raise UserError(f"the model {name} is for the {fitting} engine; use --engine {fitting} or another --model")
+    return manifest

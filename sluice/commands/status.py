@@ -10,7 +10,7 @@ import typer
 from sluice.console import write_text
 from sluice.home import find_home
 from sluice.local.health import Health, check_health
-from sluice.local.stack import read_run_file
+from sluice.run_file import read_run_file
 
 _WORK = "SELECT state, count(*) FROM generations WHERE state IN ('QUEUED', 'RUNNING') GROUP BY state"
 _SESSIONS = (

@@ -84,6 +84,7 @@ def _own_environment(
             return {**stores, "SLUICE_SCHEDULER_LISTEN": instance.address}
         case Service.GPU_WORKER:
             return {
+                "SLUICE_WORKER_ID": instance.name,
                 "SLUICE_WORKER_LISTEN": instance.address,
                 "SLUICE_WORKER_ADVERTISE": instance.address,
                 "SLUICE_SCHEDULERS": schedulers,

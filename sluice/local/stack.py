@@ -130,8 +130,13 @@ class LocalStack:
         Raises LocalServerError after `timeout_s` with the service that is not ready and the end of its log.
         """
         deadline = self._clock() + timeout_s
+        reported: set[str] = set()
         while not has_to_stop():
-            waiting = [name for name, health in self.health().items() if health is not Health.SERVING]
+            health = self.health()
+            waiting = [name for name in health if health[name] is not Health.SERVING]
+            for name in sorted(set(health) - set(waiting) - reported):
+                self._on_line("sluice", f"{name} serves")
+            reported |= set(health) - set(waiting)
             if not waiting:
                 return True
             hopeless = next(
@@ -244,12 +249,3 @@ def _how_it_ended(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"was ended by signal {-exit_code}"
     return f"ended with code {exit_code}"
-
-
-def read_run_file(path: Path) -> dict[str, object]:
-    """What runs here. Raises UserError when nothing does."""
-    try:
-        run: dict[str, object] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        raise UserError("no sluice runs here; start one with: sluice up") from None
-    return run

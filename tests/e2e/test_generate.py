@@ -1,4 +1,5 @@
 import asyncio
+from datetime import timedelta
 
 import pytest
 
@@ -79,8 +80,6 @@ async def test_a_generation_is_cancelled_within_a_moment_and_keeps_its_output(st
 
 
 async def test_an_abandoned_generation_ends_after_its_grace(stack: RunningStack) -> None:
-    from datetime import timedelta  # noqa: PLC0415
-
     async with stack.client() as client:
         reader = Reader(client.generate(MODEL, "abandoned", sampling=_sampling(5000), grace=timedelta(seconds=1)))
         accepted = await reader.until_accepted()

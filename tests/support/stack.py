@@ -92,6 +92,12 @@ class RunningStack:
         assert found is not None
         return found
 
+    def owner_of(self, generation_id: str) -> str:
+        """Name of the scheduler process that serves the session which runs the generation, by what it logged."""
+        session_id = str(self.generation(generation_id)["session_id"])
+        opened = (name for name, line in reversed(self.lines) if "session_opened" in line and session_id in line)
+        return next(opened)
+
     async def session_of(self, generation_id: str) -> str:
         """Name of the worker process that runs the generation, once one does."""
         query = (
