@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError, Message
 from gateway.config import TokenizationLimits
@@ -35,31 +34,18 @@ class TextEncoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json(directory / "tokenizer_config.json")
-        special_tokens = _special_tokens(config)
-        self._follow_add_bos_token(config, special_tokens.get("bos_token"))
-        self._template = _load_template(directory, config, special_tokens)
+        self._template = _load_template(directory, config, _special_tokens(config))
         longest = max((len(text.encode()) for text in self._tokenizer.get_vocab()), default=1)
         self.max_bytes_per_token = longest * (_NORMALIZER_SLACK if self._tokenizer.normalizer else 1)
         """A text of more than this times n bytes has more than n tokens."""
-
-    def _follow_add_bos_token(self, config: dict[str, Any], bos_token: str | None) -> None:
-        """An explicit `add_bos_token` outranks what tokenizer.json puts in front, as in transformers."""
-        if "add_bos_token" not in config and self._tokenizer.post_processor is not None:
-            return
-        bos_token_id = self._tokenizer.token_to_id(bos_token) if bos_token else None
-        if config.get("add_bos_token") and bos_token_id is not None:
-            self._tokenizer.post_processor = TemplateProcessing(
-                single=f"{bos_token} $A", pair=None, special_tokens=[(bos_token, bos_token_id)]
-            )
-        else:
-            self._tokenizer.post_processor = TemplateProcessing(single="$A", pair=None, special_tokens=[])
 
     @property
     def has_chat_template(self) -> bool:
         return self._template is not None
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Ids with the tokenizer's own leading special token."""
+        """Ids with the tokenizer's own leading special token: as tokenizer.json has it, whatever `add_bos_token` in
+        tokenizer_config.json says (so does transformers)."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:

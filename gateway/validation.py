@@ -106,8 +106,6 @@ def parse_delivery(delivery: types_pb2.Delivery, *, default_grace: timedelta | N
     grace = default_grace
     if delivery.HasField("grace"):
         grace = _parse_duration("delivery.grace", delivery.grace)
-        if grace < timedelta(0):
-            raise InvalidArgumentError("delivery.grace", "must not be negative")
         if grace >= _UNLIMITED_GRACE:
             # A century outlives every deadline of the service; the store keeps "no limit" as None.
             grace = None
@@ -126,8 +124,8 @@ def _parse_timeout(field: str, duration: Duration) -> timedelta:
 
 
 def _parse_duration(field: str, duration: Duration) -> timedelta:
-    if abs(duration.nanos) >= _NANOS_PER_SECOND or duration.seconds * duration.nanos < 0:
-        raise InvalidArgumentError(field, "is no valid duration")
+    if duration.seconds < 0 or not 0 <= duration.nanos < _NANOS_PER_SECOND:
+        raise InvalidArgumentError(field, "must be a duration that is not negative")
     try:
         # Rounded up to microseconds: a positive duration stays positive.
         return timedelta(seconds=duration.seconds, microseconds=-(-duration.nanos // 1000))

@@ -1,0 +1,138 @@
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from inference.v1 import inference_pb2, types_pb2
+from service_kit.errors import QuotaExceededError, Reason, UnavailableError
+from service_kit.ids import GenerationId
+from service_kit.rpc_status import RpcFailure, parse_rpc_error
+from state_store.ports import PermissiveQuota, QuotaCharge
+from tests.support.gateway import GatewayRig, MemoryScheduler, running_gateway
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class CountingQuota(PermissiveQuota):
+    """Reservations by generation id; refuses when told to."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.reserved: list[QuotaCharge] = []
+        self.released: list[GenerationId] = []
+
+    async def reserve(self, charge: QuotaCharge) -> None:
+        if self.is_full:
+            raise QuotaExceededError("too many requests", subject="tenant:tenant:concurrency")
+        self.reserved.append(charge)
+
+    async def release_many(self, generation_ids: Sequence[GenerationId]) -> None:
+        self.released += generation_ids
+
+
+def create_request(request_id: str = "r1", **fields: Any) -> inference_pb2.CreateGenerationRequest:
+    spec = types_pb2.GenerationSpec(model="simulated", prompt="ab")
+    return inference_pb2.CreateGenerationRequest(request_id=request_id, spec=spec, **fields)
+
+
+async def failure_of(call: Any) -> RpcFailure:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return parse_rpc_error(caught.value)
+
+
+async def test_a_scheduler_that_is_away_is_passed_over(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, extra_schedulers=["127.0.0.1:1", "127.0.0.1:2"]) as gateway:
+        for request_id in ("r1", "r2"):
+            answer = await gateway.stub.CreateGeneration(create_request(request_id), metadata=gateway.auth)
+            assert answer.accepted.created
+
+
+async def test_without_a_reachable_scheduler_the_request_is_refused_retryably(tmp_path: Path) -> None:
+    scheduler = MemoryScheduler()
+    scheduler.refusal = UnavailableError("gone")
+    async with running_gateway(tmp_path, scheduler=scheduler) as gateway:
+        failure = await failure_of(gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, Reason.NO_SCHEDULER)
+    assert failure.retry_after is not None
+
+
+async def test_a_full_queue_is_everybodys_and_no_other_scheduler_is_asked(tmp_path: Path) -> None:
+    scheduler = MemoryScheduler()
+    scheduler.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL, retry_after=timedelta(seconds=3))
+    async with running_gateway(tmp_path, scheduler=scheduler) as gateway:
+        failure = await failure_of(gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, Reason.QUEUE_FULL)
+    assert failure.retry_after == timedelta(seconds=3)
+    assert len(scheduler.submits) == 1
+
+
+async def test_a_tenants_full_queue_reaches_the_caller_with_its_details(tmp_path: Path) -> None:
+    scheduler = MemoryScheduler()
+    scheduler.refusal = QuotaExceededError("full", subject="tenant:tenant:queue", reason=Reason.TENANT_QUEUE_FULL)
+    async with running_gateway(tmp_path, scheduler=scheduler) as gateway:
+        failure = await failure_of(gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth))
+    assert (failure.code, failure.quota_subject) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "tenant:tenant:queue")
+
+
+async def test_repeating_a_request_attaches_and_gives_its_reservation_back(tmp_path: Path) -> None:
+    quota = CountingQuota()
+    async with running_gateway(tmp_path, quota=quota) as gateway:
+        first = await gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth)
+        second = await gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth)
+    assert (first.accepted.created, second.accepted.created) == (True, False)
+    assert first.accepted.generation_id == second.accepted.generation_id
+    assert [charge.prompt_tokens for charge in quota.reserved] == [3, 3]
+    assert quota.released == [quota.reserved[1].generation_id]
+
+
+async def test_a_tenant_at_its_limit_still_attaches_and_starts_nothing_new(tmp_path: Path) -> None:
+    quota = CountingQuota()
+    async with running_gateway(tmp_path, quota=quota) as gateway:
+        first = await gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth)
+        quota.is_full = True
+        again = await gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth)
+        assert again.accepted.generation_id == first.accepted.generation_id
+        failure = await failure_of(gateway.stub.CreateGeneration(create_request("r2"), metadata=gateway.auth))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.QUOTA_EXCEEDED)
+
+
+async def test_ids_are_minted_and_sent_before_the_answer_even_of_a_refusal(gateway: GatewayRig) -> None:
+    call = gateway.stub.CreateGeneration(create_request(""), metadata=gateway.auth)
+    headers = dict(await call.initial_metadata())
+    accepted = (await call).accepted
+    assert headers["x-generation-id"] == accepted.generation_id
+    assert headers["x-request-id"] == accepted.request_id
+    bad = inference_pb2.CreateGenerationRequest(request_id="r9")
+    call = gateway.stub.CreateGeneration(bad, metadata=gateway.auth)
+    assert dict(await call.initial_metadata())["x-request-id"] == "r9"
+    await failure_of(call)
+
+
+async def test_times_seed_and_defaults_reach_the_scheduler_as_meant(gateway: GatewayRig) -> None:
+    await gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth)
+    submitted = gateway.scheduler.submits[-1]
+    assert not submitted.HasField("grace")
+    assert not submitted.HasField("deadline")
+    assert submitted.queue_timeout.ToTimedelta() == timedelta(minutes=10)
+    assert submitted.sampling.max_output_tokens == 64 - 3
+    assert (submitted.has_seed, submitted.sampling.temperature, submitted.sampling.top_p) == (False, 1.0, 1.0)
+    assert len(submitted.request_hash) == 32
+    call = gateway.stub.Generate(
+        inference_pb2.GenerateRequest(
+            spec=types_pb2.GenerationSpec(model="simulated", prompt="ab", sampling=types_pb2.Sampling(seed=0)),
+            delivery=types_pb2.Delivery(deadline=Duration(seconds=5)),
+        ),
+        metadata=(*gateway.auth, ("traceparent", TRACEPARENT)),
+    )
+    await call.read()
+    call.cancel()
+    submitted = gateway.scheduler.submits[-1]
+    assert submitted.grace.ToTimedelta() == timedelta(seconds=30)
+    assert submitted.deadline.ToTimedelta() == timedelta(seconds=5)
+    assert submitted.has_seed
+    assert submitted.traceparent.startswith(TRACEPARENT[:36])

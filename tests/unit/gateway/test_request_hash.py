@@ -1,0 +1,59 @@
+import pytest
+
+from gateway.request_hash import request_hash
+from inference.v1 import types_pb2
+
+
+def base() -> types_pb2.GenerationSpec:
+    return types_pb2.GenerationSpec(
+        model="m",
+        chat=types_pb2.Chat(messages=[types_pb2.ChatMessage(role="user", content="hi")]),
+        sampling=types_pb2.Sampling(temperature=0.5, stop=["a", "b"], stop_token_ids=[3]),
+    )
+
+
+CHANGES = [
+    lambda spec: setattr(spec, "model", "n"),
+    lambda spec: setattr(spec, "prompt", "hi"),
+    lambda spec: setattr(spec.chat.messages[0], "content", "ho"),
+    lambda spec: spec.chat.messages.add(role="user", content="hi"),
+    lambda spec: setattr(spec.sampling, "temperature", 0.25),
+    lambda spec: setattr(spec.sampling, "top_k", 0),
+    lambda spec: setattr(spec.sampling, "top_p", 1.0),
+    lambda spec: setattr(spec.sampling, "seed", 0),
+    lambda spec: setattr(spec.sampling, "ignore_eos", True),
+    lambda spec: spec.sampling.stop.reverse(),
+    lambda spec: spec.sampling.stop_token_ids.append(3),
+    lambda spec: setattr(spec, "priority_class", types_pb2.PRIORITY_CLASS_STANDARD),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_any_difference_in_the_spec_is_another_request(change) -> None:
+    changed = base()
+    change(changed)
+    assert request_hash(changed) != request_hash(base())
+
+
+def test_the_hash_is_32_bytes_and_survives_the_wire() -> None:
+    again = types_pb2.GenerationSpec.FromString(base().SerializeToString())
+    assert request_hash(again) == request_hash(base())
+    assert len(request_hash(base())) == 32
+
+
+def test_fields_that_this_version_does_not_know_do_not_count() -> None:
+    unknown = base().SerializeToString() + b"\xfa\x3f\x03abc"
+    parsed = types_pb2.GenerationSpec.FromString(unknown)
+    assert parsed.SerializeToString() != base().SerializeToString()
+    assert request_hash(parsed) == request_hash(base())
+
+
+def test_where_a_text_ends_counts() -> None:
+    one = types_pb2.GenerationSpec(sampling=types_pb2.Sampling(stop=["ab", "c"]))
+    other = types_pb2.GenerationSpec(sampling=types_pb2.Sampling(stop=["a", "bc"]))
+    assert request_hash(one) != request_hash(other)
+
+
+def test_the_hash_stays_the_same_between_releases() -> None:
+    """A rolling upgrade must not turn a retry into a conflict."""
+    assert request_hash(base()).hex() == "8159bf6a819f7944cb0b958e928d66704a112bd37889128e477dde6ffa487f96"
