@@ -1,7 +1,6 @@
 """The servicer of `WorkerService`: decode, call the session, encode."""
 
 import asyncio
-import hmac
 from collections.abc import AsyncIterator, Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -12,9 +11,9 @@ from gpu_worker.session_stream import SessionStream
 from gpu_worker.supervisor import EngineLostError
 from gpu_worker.tasks import run_until_first
 from inference.internal.v1 import worker_pb2, worker_pb2_grpc
-from service_kit.errors import AbortedError, InvalidArgumentError, UnauthenticatedError, UnavailableError
-from service_kit.grpc_client import INTERNAL_TOKEN_KEY
+from service_kit.errors import AbortedError, InvalidArgumentError, UnavailableError
 from service_kit.ids import SchedulerId, SessionId
+from service_kit.internal_auth import InternalAuth
 
 _OPEN_TIMEOUT = timedelta(seconds=2)
 
@@ -26,11 +25,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, *, current_session: Callable[[], WorkerSession | None], internal_token: str | None = None
     ) -> None:
         self._current_session = current_session
-        self._internal_token = internal_token
+        self._auth = InternalAuth(internal_token)
 
     async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any) -> None:  # type: ignore[override]  # noqa: N802 - named by the proto
         """Raises SluiceErrors; returns when the stream ends in good order."""
-        self._authenticate(context)
+        self._auth.check(context)
         requests = aiter(request_iterator)
         opening = await _read_open(requests)
         session = self._current_session()
@@ -51,13 +50,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         finally:
             session.release_stream(stream)
-
-    def _authenticate(self, context: Any) -> None:
-        if self._internal_token is None:
-            return
-        given = dict(context.invocation_metadata() or ()).get(INTERNAL_TOKEN_KEY, "")
-        if not hmac.compare_digest(str(given), self._internal_token):
-            raise UnauthenticatedError("the internal token is missing or wrong")
 
 
 async def _read_open(requests: AsyncIterator[worker_pb2.SessionRequest]) -> worker_pb2.Open:
