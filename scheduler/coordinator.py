@@ -116,9 +116,16 @@ class Coordinator:
 
     async def reopen(self, refs: Sequence[AttemptRef]) -> dict[AttemptRef, NewsResult]:
         """Opens logs that lost the open of these attempts (emptied, or cut back), from what Postgres has; the worker
-        then sends again what it produced in this attempt."""
+        then sends again what it produced in this attempt. Only the attempt that Postgres names: an emptied log has
+        forgotten which attempts were fenced off."""
         if not refs:
             return {}
+        named, records = refs, await self._store.get_many([ref.generation_id for ref in refs])
+        refs = [
+            ref
+            for ref, record in zip(named, records, strict=True)
+            if record is not None and record.state is State.RUNNING and record.attempt == ref.attempt
+        ]
         bases = await self._store.stored_ends_many([ref.generation_id for ref in refs])
         opened = await self._log.open_many(
             [
@@ -126,8 +133,8 @@ class Coordinator:
                 for ref, base in zip(refs, bases, strict=True)
             ]
         )
-        _log.warning("logs_reopened", count=len(refs))
-        return {
+        _log.warning("logs_reopened", count=len(refs), refused=len(named) - len(refs))
+        return dict.fromkeys(named, ABORT) | {
             ref: resend_from(result.end.sequence_number + 1) if result.is_opened else ABORT
             for ref, result in zip(refs, opened, strict=True)
         }

@@ -172,3 +172,23 @@ async def test_both_schedulers_dispatching_at_once_grant_each_generation_once(
     await eventually(lambda: len(pair.worker.assignments()) + len(other_worker.assignments()) == 20)
     assigned = [a.generation_id for a in pair.worker.assignments() + other_worker.assignments()]
     assert sorted(assigned) == sorted(record.generation_id for record in records)
+
+
+async def test_a_paused_scheduler_cannot_open_an_emptied_log_for_an_attempt_that_is_over(
+    pair: Pair, other_worker: ScriptedWorker
+) -> None:
+    record = await pair.first.submit()
+    generation_id = record.generation_id
+    assert await pair.first.dispatch()
+    await pair.worker.until(lambda: bool(pair.worker.assignments()))
+    lost = await pair.stores.store.lose_session(pair.worker.session_id, 1)
+    assert lost is not None
+    await pair.second.parts.recovery.recover_session(lost)
+    assert await pair.second.dispatch()
+    await other_worker.until(lambda: bool(other_worker.assignments()))
+    await pair.stores.lose_log_and_queue()
+    pair.worker.say(generation_id, 1, delta(Cursor(), 901))
+    await pair.worker.until(lambda: any(v.action == worker_pb2.VERDICT_ACTION_ABORT for v in pair.worker.verdicts()))
+    other_worker.say(generation_id, 2, delta(Cursor(), 1))
+    await other_worker.until(lambda: any(v.resend_from == 1 for v in other_worker.verdicts()))
+    assert (await log_of(pair, generation_id)).attempt == 2
