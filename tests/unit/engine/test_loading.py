@@ -85,7 +85,7 @@ def test_a_model_that_is_not_computed_is_refused(directory):
 
 def test_weights_that_do_not_fit_the_config_are_refused(directory):
     change_config(directory, intermediate_size=97)
-    with pytest.raises(WeightsError, match="model.layers.0.mlp"):
+    with pytest.raises(WeightsError, match=r"model\.layers\.0\.mlp"):
         load_native_engine(directory, settings=EngineSettings(threads=1))
 
 
