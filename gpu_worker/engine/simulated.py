@@ -18,7 +18,13 @@ from gpu_worker.engine.port import (
 )
 from gpu_worker.engine.simulated_faults import NO_FAULTS, Faults, InvalidFaultError, read_faults
 from gpu_worker.engine.simulated_plan import SimulatedBatch, SimulatedSequence
-from gpu_worker.engine.simulated_tokens import TokenMode, context_hash, printable_alphabet, simulated_number
+from gpu_worker.engine.simulated_tokens import (
+    TokenMode,
+    context_hash,
+    echoed_token,
+    printable_alphabet,
+    simulated_number,
+)
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
 from service_kit.delta import Delta, extend_chain, join
 from service_kit.model_manifest import ModelManifest, read_manifest
@@ -243,6 +249,10 @@ class SimulatedEngine:
         return self._finish(state, join(part for part in (delta, held) if part), reason)
 
     def _next_token(self, state: _Running) -> int:
+        if self._settings.token_mode is TokenMode.ECHO:
+            return echoed_token(
+                state.spec.prompt_token_ids, state.stage.num_generated, bos_token_id=self._manifest.bos_token_id
+            )
         nonce = state.spec.nonce if self._settings.token_mode is TokenMode.NONCE else 0
         number = simulated_number(state.context, seed=state.spec.sampling.seed, nonce=nonce)
         if self._settings.eos_one_in and (number >> 32) % self._settings.eos_one_in == 0:

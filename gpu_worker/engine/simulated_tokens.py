@@ -18,6 +18,8 @@ class TokenMode(StrEnum):
     """Nothing else: every attempt continues alike, as with greedy or seeded sampling."""
     NONCE = "nonce"
     """The attempt: every mixture of two attempts is visible in the output."""
+    ECHO = "echo"
+    """Only its position: the output says the prompt again and again, without BOS."""
 
 
 def printable_alphabet(table: TokenTable) -> tuple[int, ...]:
@@ -43,6 +45,12 @@ def simulated_number(context: int, *, seed: int, nonce: int) -> int:
 def simulated_token(context: int, *, seed: int, nonce: int, alphabet: Sequence[int] = PRINTABLE_BYTES) -> int:
     """The next token after `context`."""
     return alphabet[simulated_number(context, seed=seed, nonce=nonce) % len(alphabet)]
+
+
+def echoed_token(prompt_token_ids: Sequence[int], position: int, *, bos_token_id: int | None) -> int:
+    """Token `position` (from 0) of an output that repeats the prompt."""
+    said = [token_id for token_id in prompt_token_ids if token_id != bos_token_id] or list(prompt_token_ids)
+    return said[position % len(said)]
 
 
 def expected_output(
