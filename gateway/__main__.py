@@ -36,11 +36,9 @@ def read_config(environment: Environment) -> GatewayConfig:
         log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", _LOG_LEVELS),
         log_format=environment.choice("SLUICE_LOG_FORMAT", "json", tuple(LogFormat)),
         internal_token=environment.optional_text("SLUICE_INTERNAL_TOKEN"),
-        drain=environment.seconds(
-            "SLUICE_DRAIN_SECONDS", timedelta(seconds=20), minimum=timedelta(0), maximum=_MAX_DRAIN
-        ),
+        drain=environment.seconds("SLUICE_DRAIN_S", timedelta(seconds=20), minimum=timedelta(0), maximum=_MAX_DRAIN),
         start_timeout=environment.seconds(
-            "SLUICE_START_TIMEOUT_SECONDS", timedelta(seconds=60), minimum=timedelta(seconds=1), maximum=_MAX_DRAIN
+            "SLUICE_START_TIMEOUT_S", timedelta(seconds=60), minimum=timedelta(seconds=1), maximum=_MAX_DRAIN
         ),
         tokenization=TokenizationLimits(
             num_threads=environment.integer("SLUICE_TOKENIZE_THREADS", defaults.num_threads, minimum=1, maximum=64),

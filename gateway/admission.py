@@ -8,12 +8,13 @@ from opentelemetry import trace
 
 from gateway.model_registry import ModelRegistry
 from gateway.prompt import PromptEncoder
+from gateway.queue_full import FullQueues, QueueName
 from gateway.request_hash import request_hash
 from gateway.submit import Committed, Submission, Submitter
 from gateway.validation import parse_delivery, parse_priority_class, parse_request_id, parse_sampling
 from inference.v1 import types_pb2
 from service_kit.delta import Cursor
-from service_kit.errors import InvalidArgumentError
+from service_kit.errors import InvalidArgumentError, UnavailableError
 from service_kit.ids import GenerationId, RequestId, new_generation_id
 from service_kit.telemetry import current_traceparent
 from state_store.model import ApiKey
@@ -36,11 +37,13 @@ class Admission:
         registry: ModelRegistry,
         encoder: PromptEncoder,
         submitter: Submitter,
+        full_queues: FullQueues,
         check_open: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._encoder = encoder
         self._submitter = submitter
+        self._full_queues = full_queues
         self._check_open = check_open
 
     def mint(self, request_id: str, *, cursor: Cursor) -> NewRequest:
@@ -73,23 +76,37 @@ class Admission:
         draft = parse_sampling(spec.sampling, vocab_size=model.manifest.vocab_size)
         priority_class = parse_priority_class(spec.priority_class, key.tenant)
         times = parse_delivery(delivery, default_grace=default_grace)
+        queue = QueueName(revision=model.manifest.revision, priority_class=priority_class)
+        await self._refuse_full(queue, new, key)
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
             prompt_token_ids = await self._encoder.encode_spec(spec, model)
             sampling = draft.complete(
                 num_prompt_tokens=len(prompt_token_ids), context_length=model.manifest.context_length
             )
-            return await self._submitter.submit(
-                Submission(
-                    generation_id=new.generation_id,
-                    request_id=new.request_id,
-                    request_hash=request_hash(spec),
-                    key=key,
-                    manifest=model.manifest,
-                    prompt_token_ids=prompt_token_ids,
-                    sampling=sampling,
-                    has_seed=draft.seed is not None,
-                    priority_class=priority_class,
-                    times=times,
-                    traceparent=current_traceparent(),
-                )
+            submission = Submission(
+                generation_id=new.generation_id,
+                request_id=new.request_id,
+                request_hash=request_hash(spec),
+                key=key,
+                manifest=model.manifest,
+                prompt_token_ids=prompt_token_ids,
+                sampling=sampling,
+                has_seed=draft.seed is not None,
+                priority_class=priority_class,
+                times=times,
+                traceparent=current_traceparent(),
             )
+            try:
+                return await self._submitter.submit(submission)
+            except UnavailableError as error:
+                self._full_queues.note(queue, error)
+                raise
+
+    async def _refuse_full(self, queue: QueueName, new: NewRequest, key: ApiKey) -> None:
+        """A known request id attaches, full queue or not; only such a caller costs a look into the store."""
+        if not self._full_queues.is_full(queue):
+            return
+        refusal = self._full_queues.refusal(queue)
+        if await self._submitter.is_known(key.tenant.tenant_id, new.request_id):
+            return
+        raise refusal

@@ -11,6 +11,7 @@ from gateway.auth import Authenticator
 from gateway.config import GatewayConfig
 from gateway.model_registry import ModelRegistry
 from gateway.prompt import PromptEncoder
+from gateway.queue_full import FullQueues
 from gateway.records import RecordReader
 from gateway.scheduler_client import SchedulerClient
 from gateway.service import GatewayParts, InferenceServicer
@@ -21,14 +22,16 @@ from gateway.tokenization import TokenizationPool
 from inference.v1 import inference_pb2_grpc
 from service_kit.errors import Reason, UnavailableError
 from service_kit.grpc_server import GrpcServer
-from service_kit.ids import GatewayId
+from service_kit.ids import GatewayId, GenerationId
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogReader
 from state_store.ports import GenerationStore, KeyStore, QuotaPort, SessionStore
 
 SERVICE_NAME = "inference.v1.InferenceService"
 _HEALTH_INTERVAL = timedelta(seconds=1)
-_START_RETRY = timedelta(seconds=0.2)
+_START_RETRY = timedelta(seconds=0.5)
+_PROBE = GenerationId("00000000-0000-7000-8000-000000000000")
+"""An id that no generation has."""
 _LAST_WORDS = timedelta(seconds=2)
 """For statuses to reach the clients after their streams were ended."""
 
@@ -53,6 +56,7 @@ class GatewayApp:
     ) -> None:
         self._config = config
         self._sessions = sessions
+        self._delta_log = log
         self.registry = ModelRegistry(config.models_dir)
         self._pool = TokenizationPool(config.tokenization)
         self.hub = StreamHub(gateway_id=gateway_id, log=log, store=generations, limits=config.streams, clock=clock)
@@ -65,7 +69,11 @@ class GatewayApp:
                 registry=self.registry,
                 encoder=encoder,
                 admission=Admission(
-                    registry=self.registry, encoder=encoder, submitter=submitter, check_open=self.hub.check_open
+                    registry=self.registry,
+                    encoder=encoder,
+                    submitter=submitter,
+                    full_queues=FullQueues(now=now),
+                    check_open=self.hub.check_open,
                 ),
                 scheduler=self._scheduler,
                 records=RecordReader(store=generations, log=log),
@@ -91,7 +99,7 @@ class GatewayApp:
         await self.registry.rescan()
         self._background.append(asyncio.create_task(self.hub.run(), name="hub"))
         async with asyncio.timeout(self._config.start_timeout.total_seconds()):
-            await self._wait_for_store()
+            await self._wait_for_stores()
             await self.hub.wait_connected()
         await self._server.set_serving(is_serving=True)
         self._background.append(asyncio.create_task(self._run_health(), name="health"))
@@ -100,27 +108,32 @@ class GatewayApp:
         _log.info("gateway_serving", port=port, models=[model.manifest.model for model in self.registry.models()])
         return port
 
-    async def _wait_for_store(self) -> None:
+    async def _wait_for_stores(self) -> None:
         while True:
-            if await self._is_store_up():
+            trouble = await self._find_trouble()
+            if trouble is None:
                 return
+            _log.info("gateway_waits", error=trouble)
             await asyncio.sleep(_START_RETRY.total_seconds())
 
-    async def _is_store_up(self) -> bool:
+    async def _find_trouble(self) -> str | None:
+        """Why a new request would have no chance; None when store and log answer."""
         try:
             await self._sessions.list_sessions()
-        except UnavailableError:
-            return False
-        return True
+            await self._delta_log.read_many([(_PROBE, 0)])
+        except Exception as error:  # noqa: BLE001 - a schema that is not there yet is no reason to die either
+            return f"{type(error).__name__}: {error}"
+        return None
 
     async def _run_health(self) -> None:
-        """Serving means: a new request has a chance, so store and log are there."""
+        """Serving means that a new request has a chance."""
         was_serving = True
         while True:
             await asyncio.sleep(_HEALTH_INTERVAL.total_seconds())
-            is_serving = self.hub.is_connected and await self._is_store_up()
+            trouble = await self._find_trouble()
+            is_serving = trouble is None
             if is_serving != was_serving:
-                _log.warning("gateway_health_changed", is_serving=is_serving)
+                _log.warning("gateway_health_changed", is_serving=is_serving, error=trouble)
                 await self._server.set_serving(is_serving=is_serving)
             was_serving = is_serving
 

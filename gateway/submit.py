@@ -9,7 +9,7 @@ from gateway.scheduler_client import SchedulerClient
 from gateway.validation import DeliveryTimes
 from inference.internal.v1 import scheduler_pb2, worker_pb2
 from service_kit.errors import QuotaExceededError, SluiceError, UnavailableError
-from service_kit.ids import GenerationId, RequestId
+from service_kit.ids import GenerationId, RequestId, TenantId
 from service_kit.logging import get_logger
 from service_kit.model_manifest import ModelManifest
 from service_kit.sampling import SamplingParams
@@ -65,11 +65,8 @@ class Submitter:
             await self._reserve(submission)
             try:
                 response = await self._scheduler.submit(encode_submit(submission))
-            except UnavailableError:
-                # Perhaps committed and bound: releasing only touches what is not bound.
-                await self._release(submission.generation_id)
-                raise
             except SluiceError:
+                # After UNAVAILABLE it is perhaps committed and bound: releasing only touches what is not bound.
                 await self._release(submission.generation_id)
                 raise
         if not response.created:
@@ -93,9 +90,12 @@ class Submitter:
             await self._quota.reserve(charge)
         except QuotaExceededError:
             # Attaching is never charged: a tenant at its limit still comes back to its own stream.
-            known = await self._store.find_by_request_id(charge.tenant_id, submission.request_id)
-            if known is None:
+            if not await self.is_known(charge.tenant_id, submission.request_id):
                 raise
+
+    async def is_known(self, tenant_id: TenantId, request_id: RequestId) -> bool:
+        """Whether the call will attach."""
+        return await self._store.find_by_request_id(tenant_id, request_id) is not None
 
     async def _release(self, generation_id: GenerationId) -> None:
         try:

@@ -49,16 +49,13 @@ class StreamHub:
         self._clock = clock
         self._subscriptions: dict[GenerationId, set[Subscription]] = {}
         self._to_unwatch: set[GenerationId] = set()
+        # Counts how often the push subscription was made: an attach only counts in the one it was begun in.
+        self._num_feeds = 0
         self._connected = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._next_watch_at = clock() + limits.watch_refresh.total_seconds()
         self._refusal: SluiceError | None = None
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the subscription to the log's pushes stands, as far as known."""
-        return self._connected.is_set()
 
     @property
     def is_draining(self) -> bool:
@@ -110,11 +107,12 @@ class StreamHub:
     async def attach(self, subscription: Subscription) -> LogView | None:
         """Watches the generation and returns the log behind the cursor. None when the log cannot be reached: then the
         hub goes on trying, and the view arrives as news."""
+        feed = self._num_feeds
         try:
             views = await self._delta_log.attach_many(self._gateway_id, [_question([subscription])])
         except UnavailableError:
             return None
-        subscription.is_attached = True
+        subscription.is_attached = feed == self._num_feeds
         return views[0]
 
     async def run(self) -> None:
@@ -146,6 +144,7 @@ class StreamHub:
     def take_pushes(self, batch: Sequence[Push] | None) -> None:
         """Routes pushes; None says that the subscription (again) stands and that pushes may have been missed."""
         if batch is None:
+            self._num_feeds += 1
             self._connected.set()
             for subscription in self._all():
                 subscription.is_attached = False
@@ -187,15 +186,16 @@ class StreamHub:
 
     async def _attach_detached(self) -> None:
         detached = {
-            generation_id: readers
+            generation_id: set(readers)
             for generation_id, readers in self._subscriptions.items()
             if not all(reader.is_attached for reader in readers)
         }
         for ids in _batches(list(detached), self._limits.bulk):
+            feed = self._num_feeds
             questions = [_question(detached[generation_id]) for generation_id in ids]
             for view in await self._delta_log.attach_many(self._gateway_id, questions):
-                for subscription in self._subscriptions.get(view.generation_id, ()):
-                    subscription.is_attached = True
+                for subscription in detached[view.generation_id] & self._subscriptions.get(view.generation_id, set()):
+                    subscription.is_attached = feed == self._num_feeds
                     subscription.put(view)
 
     async def _renew_watches(self) -> None:

@@ -19,7 +19,8 @@ class Piece:
 def cut_pieces(deltas: Iterable[Delta], *, end: Piece | None, max_tokens: int) -> Iterator[Piece]:
     """Deltas that continue each other, joined and cut to at most `max_tokens` each; `end` joins the last piece, or comes
     alone when there is none."""
-    whole = join(deltas)
+    parts = list(deltas)
+    whole = parts[0] if len(parts) == 1 else join(parts)
     pieces = [Piece(cursor=delta.end, delta=delta) for delta in _cut(whole, max_tokens)] if whole is not None else []
     if end is not None:
         last = pieces.pop() if pieces else end

@@ -296,11 +296,13 @@ async def running_gateway(
     scheduler: MemoryScheduler | None = None,
     limits: StreamLimits = FAST,
     extra_schedulers: Sequence[str] = (),
+    num_scheduler_names: int = 1,
     quota: QuotaPort | None = None,
     tokenization: TokenizationLimits | None = None,
     drain: timedelta = timedelta(seconds=5),
 ) -> AsyncIterator[GatewayRig]:
-    """`models_dir` gets a simulated model, context 64. `extra_schedulers` are asked before the real one."""
+    """`models_dir` gets a simulated model, context 64. `extra_schedulers` are asked before the real
+    one, which is configured `num_scheduler_names` times."""
     if not (models_dir / "simulated").exists():
         make_simulated_model(models_dir / "simulated", context_length=64)
     scheduler = scheduler or MemoryScheduler()
@@ -317,7 +319,7 @@ async def running_gateway(
         postgres_dsn="",
         redis_url="",
         listen="127.0.0.1:0",
-        schedulers=(*extra_schedulers, f"127.0.0.1:{scheduler_port}"),
+        schedulers=(*extra_schedulers, *[f"127.0.0.1:{scheduler_port}"] * num_scheduler_names),
         models_dir=models_dir,
         streams=limits,
         tokenization=tokenization or TokenizationLimits(),

@@ -64,11 +64,30 @@ async def test_without_a_reachable_scheduler_the_request_is_refused_retryably(tm
 async def test_a_full_queue_is_everybodys_and_no_other_scheduler_is_asked(tmp_path: Path) -> None:
     scheduler = MemoryScheduler()
     scheduler.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL, retry_after=timedelta(seconds=3))
-    async with running_gateway(tmp_path, scheduler=scheduler) as gateway:
+    async with running_gateway(tmp_path, scheduler=scheduler, num_scheduler_names=2) as gateway:
         failure = await failure_of(gateway.stub.CreateGeneration(create_request(), metadata=gateway.auth))
     assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, Reason.QUEUE_FULL)
     assert failure.retry_after == timedelta(seconds=3)
     assert len(scheduler.submits) == 1
+
+
+async def test_a_full_queue_is_remembered_and_refuses_all_but_known_requests(gateway: GatewayRig) -> None:
+    stub, scheduler = gateway.stub, gateway.scheduler
+    known = (await stub.CreateGeneration(create_request("known"), metadata=gateway.auth)).accepted
+    scheduler.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL, retry_after=timedelta(minutes=1))
+    await failure_of(stub.CreateGeneration(create_request("r1"), metadata=gateway.auth))
+    scheduler.refusal = None
+    num_submits = len(scheduler.submits)
+    failure = await failure_of(stub.CreateGeneration(create_request("r2"), metadata=gateway.auth))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, Reason.QUEUE_FULL)
+    assert failure.retry_after is not None
+    assert timedelta(0) < failure.retry_after <= timedelta(seconds=2)
+    assert len(scheduler.submits) == num_submits
+    again = (await stub.CreateGeneration(create_request("known"), metadata=gateway.auth)).accepted
+    assert again.generation_id == known.generation_id
+    other_class = create_request("r3")
+    other_class.spec.priority_class = types_pb2.PRIORITY_CLASS_BATCH
+    assert (await stub.CreateGeneration(other_class, metadata=gateway.auth)).accepted.created
 
 
 async def test_a_tenants_full_queue_reaches_the_caller_with_its_details(tmp_path: Path) -> None:
