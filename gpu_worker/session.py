@@ -42,7 +42,7 @@ class WorkerSession:
         engine: EngineLink,
         times: StreamTimes,
         clock: Callable[[], float],
-        on_finish: Callable[[AttemptRecord, SequenceFinish], None] = lambda _record, _finish: None,
+        on_finish: Callable[[AttemptRecord, SequenceFinish, LoadReport], None] = lambda _record, _finish, _load: None,
     ) -> None:
         self.session_id = session_id
         self.capabilities = capabilities
@@ -167,7 +167,7 @@ class WorkerSession:
                 for output in frame.output.outputs:
                     record = self.book.take_output(output)
                     if record is not None and output.finish is not None:
-                        self._on_finish(record, output.finish)
+                        self._on_finish(record, output.finish, frame.load)
             case RefusedFrame():
                 self._take_refusal(frame)
             case _:

@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 
 from gpu_worker.attempts import AttemptRecord
-from gpu_worker.engine.port import SequenceFinish
+from gpu_worker.engine.port import LoadReport, SequenceFinish
 from service_kit.telemetry import AttributeValue, record_span
 
 _NS_PER_S = 1_000_000_000
 
 
-def record_attempt(record: AttemptRecord, finish: SequenceFinish) -> None:
-    """`worker.prefill` (from being added to the first token) and `worker.decode`, children of the attempt's context."""
+def record_attempt(record: AttemptRecord, finish: SequenceFinish, load: LoadReport) -> None:
+    """`worker.prefill` (from being added to the first token) and `worker.decode`, children of the attempt's context.
+    `load` is the engine's as of the step that ended the attempt.
+    """
     times = finish.timings
     common: Mapping[str, AttributeValue] = {
         "generation_id": record.ref.generation_id,
@@ -26,7 +28,12 @@ def record_attempt(record: AttemptRecord, finish: SequenceFinish) -> None:
         }
         _record(record, "worker.prefill", times.added, times.first_token or times.finished, attributes)
     if times.first_token:
-        attributes = {**common, "tokens": finish.output_tokens - record.num_prior}
+        attributes = {
+            **common,
+            "tokens": finish.output_tokens - record.num_prior,
+            "largest_batch": load.largest_batch,
+            "kv_waste": load.kv_waste,
+        }
         _record(record, "worker.decode", times.first_token, times.finished, attributes)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from gpu_worker.announcer import SessionOverError
 from gpu_worker.attempts import AttemptRecord
 from gpu_worker.engine.frames import OutputFrame, RefusedFrame
-from gpu_worker.engine.port import Capabilities, SequenceFinish
+from gpu_worker.engine.port import Capabilities, LoadReport, SequenceFinish
 from gpu_worker.session import EngineLink, WorkerSession
 from gpu_worker.session_stream import StreamTimes
 from gpu_worker.supervisor import EngineLostError, HangLimits
@@ -65,7 +65,7 @@ class Worker:
         announce: Callable[[WorkerSession], Coroutine[Any, Any, None]],
         times: WorkerTimes,
         clock: Callable[[], float],
-        on_finish: Callable[[AttemptRecord, SequenceFinish], None],
+        on_finish: Callable[[AttemptRecord, SequenceFinish, LoadReport], None],
     ) -> None:
         self._spawn = spawn
         self._announce = announce
