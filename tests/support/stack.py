@@ -74,13 +74,23 @@ class RunningStack:
         await self.serving(*self.local.services)
 
     async def serving(self, *names: str) -> None:
-        addresses = [instance.address for instance in self.local.instances if instance.name in names]
+        """Waits for the named processes; one that ends by itself meanwhile is started again, as `sluice up` would."""
+        addresses = {instance.name: instance.address for instance in self.local.instances if instance.name in names}
+        waiting = set(names)
 
         async def all_serve() -> bool:
-            found = [await asyncio.to_thread(check_health, address) for address in addresses]
-            return all(health is Health.SERVING for health in found)
+            for name in sorted(waiting):
+                if not self.local.services[name].is_running:
+                    self.local.start_service(name)
+                elif await asyncio.to_thread(check_health, addresses[name]) is Health.SERVING:
+                    waiting.discard(name)
+            return not waiting
 
-        await eventually(all_serve, what=f"{', '.join(names)} serve")
+        try:
+            await eventually(all_serve, what="all serve")
+        except AssertionError as error:
+            tails = {name: self.local.services[name].log_tail(12) for name in waiting}
+            raise AssertionError(f"not serving: {tails}") from error
 
     def row(self, query: str, *parameters: Any) -> dict[str, Any] | None:
         """First row of a query on the durable record."""
@@ -122,18 +132,22 @@ def running_stack(
     counts: dict[Service, int] | None = None,
     engine_settings: dict[str, Any] | None = None,
     overrides: dict[str, str] | None = None,
+    native_model: Path | None = None,
 ) -> Iterator[RunningStack]:
-    """A stack with the simulated engine, stopped and removed at the end."""
+    """A stack with the simulated engine, or with the native one and the model directory given; stopped and removed at
+    the end."""
     root = Path(tempfile.mkdtemp(prefix="sluice-stack-"))
     root.chmod(0o711)
     home = Home(root=root)
-    require_model(home, MODEL, engine="simulated")
-    settings = {"tokens_per_s": tokens_per_s, "has_prompt_faults": True, **(engine_settings or {})}
+    settings = dict(engine_settings or {})
+    if native_model is None:
+        require_model(home, MODEL, engine="simulated")
+        settings = {"tokens_per_s": tokens_per_s, "has_prompt_faults": True, **settings}
     stack_settings = StackSettings(
         home=home,
-        models_directory=home.models,
-        model=MODEL,
-        engine="simulated",
+        models_directory=home.models if native_model is None else native_model.parent,
+        model=MODEL if native_model is None else native_model.name,
+        engine="simulated" if native_model is None else "native",
         counts=counts or {},
         fsync=False,
         overrides={
