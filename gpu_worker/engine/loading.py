@@ -46,7 +46,7 @@ def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
         num_blocks=num_blocks,
         block_size=settings.block_size,
     )
-    attention = ReferenceAttention(shape, device=device, dtype=dtype)
+    attention = _allocate_kv_memory(shape, device, dtype)
     runner = ModelRunner(model=model, attention=attention)
     _warm_up(runner, min(settings.block_size, settings.token_budget))
     capabilities = Capabilities(
@@ -103,6 +103,13 @@ def _num_blocks(settings: EngineSettings, config: ModelConfig, context_length: i
             f"there is memory for {num_blocks}"
         )
     return num_blocks
+
+
+def _allocate_kv_memory(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> ReferenceAttention:
+    try:
+        return ReferenceAttention(shape, device=device, dtype=dtype)
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise EngineStartError(f"KV memory of {shape.num_blocks} blocks cannot be allocated: {error}") from error
 
 
 def _warm_up(runner: ModelRunner, num_tokens: int) -> None:

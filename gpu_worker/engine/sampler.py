@@ -56,10 +56,15 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int 
     greedy = [row for row, request in enumerate(requests) if is_finite[row] and request.temperature == 0]
     drawn = [row for row, request in enumerate(requests) if is_finite[row] and request.temperature > 0]
     if greedy:
-        _fill(tokens, greedy, logits[greedy].argmax(-1))
+        _fill(tokens, greedy, _rows(logits, greedy).argmax(-1))
     if drawn:
-        _fill(tokens, drawn, _draw(logits[drawn], [requests[row] for row in drawn]))
+        _fill(tokens, drawn, _draw(_rows(logits, drawn), [requests[row] for row in drawn]))
     return tokens
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The chosen rows; without a copy when these are all."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _fill(tokens: list[int | None], rows: list[int], values: torch.Tensor) -> None:

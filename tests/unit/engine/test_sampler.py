@@ -139,3 +139,14 @@ def test_every_uniform_finds_a_token_of_positive_probability():
     """Probabilities at both ends of the vocabulary are zero; no rounding may reach them."""
     probabilities = [0.0] * 300 + [1e-7, 1 - 1e-7] + [0.0] * 300
     assert draw_many(probabilities, 3000).keys() <= {300, 301}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 1000])
+def test_a_draw_equals_the_inverse_of_a_plain_cumulative_sum(vocab_size):
+    logits = random_logits(200, vocab_size)
+    tokens = sample(logits, [request(seed=seed, position=3) for seed in range(200)])
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    for row, token in enumerate(tokens):
+        value = uniform(row, 3)
+        assert cumulative[row, token] > value - 1e-6
+        assert token == 0 or cumulative[row, token - 1] <= value + 1e-6
