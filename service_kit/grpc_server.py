@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry import context as otel_context
 
-from service_kit.errors import InternalError, SluiceError, UnavailableError
+from service_kit.errors import InternalError, InvalidArgumentError, SluiceError, UnavailableError
 from service_kit.logging import get_logger
 from service_kit.rpc_status import parse_rpc_error, to_error, to_grpc_status
 from service_kit.telemetry import context_from_traceparent
@@ -128,18 +128,43 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             wrap, behaviour = grpc.unary_stream_rpc_method_handler, _stream(handler.unary_stream, method)
         else:
             wrap, behaviour = grpc.unary_unary_rpc_method_handler, _unary(handler.unary_unary, method)
+        parse = handler.request_deserializer
         wrapped: grpc.RpcMethodHandler[Any, Any] = wrap(
             behaviour,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=parse if parse is None or handler.request_streaming else _Parser(parse),
             response_serializer=handler.response_serializer,
         )
         return wrapped
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands for a request that could not be parsed, until its handler would run."""
+
+
+class _Parser:
+    """A request deserializer whose failure becomes INVALID_ARGUMENT; gRPC itself would make it a bare INTERNAL."""
+
+    def __init__(self, parse: Callable[[bytes], Any]) -> None:
+        self._parse = parse
+
+    def __call__(self, data: bytes) -> Any:
+        try:
+            return self._parse(data)
+        except Exception:  # noqa: BLE001 - whatever the parser raises is about the caller's bytes
+            return _Malformed()
+
+
+def _check_parsed(request: Any) -> None:
+    if isinstance(request, _Malformed):
+        raise InvalidArgumentError("", "the request is not a message of this method")
 
 
 def _unary(behaviour: Any, method: str) -> Any:
     async def run(request: Any, context: Any) -> Any:
         _enter_trace(context)
         try:
+            _check_parsed(request)
             return await behaviour(request, context)
         except BaseException as error:  # noqa: BLE001 - classified, never swallowed
             await _fail(error, context, method)
@@ -153,6 +178,7 @@ def _stream(behaviour: Any, method: str) -> Any:
     async def run(request: Any, context: Any) -> None:
         _enter_trace(context)
         try:
+            _check_parsed(request)
             responses = behaviour(request, context)
             if inspect.isawaitable(responses):
                 await responses

@@ -157,6 +157,17 @@ async def test_a_bad_reference_is_refused_by_every_call_that_takes_one(
         assert_names(await failure_of(call), field)
 
 
+@pytest.mark.parametrize("method", ["Generate", "GetGeneration"])
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x01\xff", b"\x0a\x01\x00\xff"])
+async def test_bytes_that_are_no_message_are_the_callers_mistake(gateway: GatewayRig, method: str, data: bytes) -> None:
+    """A broken tag, a text that is not UTF-8, and a message cut short."""
+    make = gateway.channel.unary_stream if method == "Generate" else gateway.channel.unary_unary
+    call = make(f"/inference.v1.InferenceService/{method}", None, None)(data, metadata=gateway.auth, timeout=20)
+    failure = await failure_of(call)
+    assert failure.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert failure.reason == "INVALID_FIELD"
+
+
 async def test_an_unknown_model_is_not_found(gateway: GatewayRig) -> None:
     for call in (
         gateway.stub.Generate(inference_pb2.GenerateRequest(spec=spec(model="other")), metadata=gateway.auth),
