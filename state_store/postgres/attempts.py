@@ -17,7 +17,7 @@ from state_store.ports import (
     RequeueResult,
 )
 from state_store.postgres import rows, statements
-from state_store.postgres.pool import Connection, PostgresPart
+from state_store.postgres.pool import PostgresPart, Transaction
 from state_store.postgres.rows import LockedGeneration, LockedSession, to_signed
 
 Records = dict[GenerationId, GenerationRecord]
@@ -34,36 +34,36 @@ def by_id(found: Iterable[rows.Row]) -> Records:
 
 
 async def lock_generations(
-    connection: Connection, generation_ids: Iterable[GenerationId]
+    transaction: Transaction, generation_ids: Iterable[GenerationId]
 ) -> dict[GenerationId, LockedGeneration]:
     parameters = {"generation_ids": known_ids(generation_ids)}
-    cursor = await connection.execute(statements.LOCK_GENERATIONS, parameters)
-    return {GenerationId(str(row["generation_id"])): rows.locked_generation(row) for row in await cursor.fetchall()}
+    found = await transaction.fetch(statements.LOCK_GENERATIONS, parameters)
+    return {GenerationId(str(row["generation_id"])): rows.locked_generation(row) for row in found}
 
 
-async def get_records(connection: Connection, generation_ids: Iterable[GenerationId]) -> Records:
+async def get_records(transaction: Transaction, generation_ids: Iterable[GenerationId]) -> Records:
     ids = known_ids(generation_ids)
     if not ids:
         return {}
-    cursor = await connection.execute(statements.GET, {"generation_ids": ids})
-    return by_id(await cursor.fetchall())
+    found = await transaction.fetch(statements.GET, {"generation_ids": ids})
+    return by_id(found)
 
 
-async def requeue(connection: Connection, generation_ids: Sequence[GenerationId], now: datetime | None) -> Records:
+async def requeue(transaction: Transaction, generation_ids: Sequence[GenerationId], now: datetime | None) -> Records:
     """Requeues locked RUNNING rows and ends their attempts, whose outcome stays open until recovery looked into it."""
     if not generation_ids:
         return {}
-    cursor = await connection.execute(statements.REQUEUE, {"generation_ids": list(generation_ids), "now": now})
-    return by_id(await cursor.fetchall())
+    found = await transaction.fetch(statements.REQUEUE, {"generation_ids": list(generation_ids), "now": now})
+    return by_id(found)
 
 
 class PostgresAttempts(PostgresPart):
     """The part of GenerationStore between submit and finish."""
 
     async def grant_many(self, items: Sequence[GrantRequest], *, now: datetime | None = None) -> list[GrantResult]:
-        async def work(connection: Connection) -> list[GrantResult]:
-            sessions = await _lock_sessions(connection, {item.session_id for item in items})
-            heads = await lock_generations(connection, (item.generation_id for item in items))
+        async def work(transaction: Transaction) -> list[GrantResult]:
+            sessions = await _lock_sessions(transaction, {item.session_id for item in items})
+            heads = await lock_generations(transaction, (item.generation_id for item in items))
             kinds = []
             granted: list[tuple[GrantRequest, LockedSession]] = []
             for item in items:
@@ -72,7 +72,7 @@ class PostgresAttempts(PostgresPart):
                 if kinds[-1] is GrantKind.GRANTED and head is not None and session is not None:
                     granted.append((item, session))
                     heads[item.generation_id] = replace(head, state=State.RUNNING)
-            records = await _grant(connection, granted, now)
+            records = await _grant(transaction, granted, now)
             return [
                 GrantResult(kind=kind, record=records[item.generation_id] if kind is GrantKind.GRANTED else None)
                 for item, kind in zip(items, kinds, strict=True)
@@ -81,8 +81,8 @@ class PostgresAttempts(PostgresPart):
         return await self._database.transact(work) if items else []
 
     async def requeue_many(self, items: Sequence[AttemptRef], *, now: datetime | None = None) -> list[RequeueResult]:
-        async def work(connection: Connection) -> list[RequeueResult]:
-            heads = await lock_generations(connection, (item.generation_id for item in items))
+        async def work(transaction: Transaction) -> list[RequeueResult]:
+            heads = await lock_generations(transaction, (item.generation_id for item in items))
             kinds = []
             for item in items:
                 head = heads.get(item.generation_id)
@@ -91,10 +91,10 @@ class PostgresAttempts(PostgresPart):
                     heads[item.generation_id] = replace(head, state=State.QUEUED)
             paired = list(zip(items, kinds, strict=True))
             records = await requeue(
-                connection, [item.generation_id for item, kind in paired if kind is RequeueKind.REQUEUED], now
+                transaction, [item.generation_id for item, kind in paired if kind is RequeueKind.REQUEUED], now
             )
             records |= await get_records(
-                connection, [item.generation_id for item, kind in paired if kind is RequeueKind.TO_END]
+                transaction, [item.generation_id for item, kind in paired if kind is RequeueKind.TO_END]
             )
             return [
                 RequeueResult(kind=kind, record=None if kind is RequeueKind.STALE else records[item.generation_id])
@@ -109,12 +109,12 @@ class PostgresAttempts(PostgresPart):
             if rows.is_generation_id(item.generation_id):
                 firsts.setdefault((item.generation_id, item.attempt), item)
 
-        async def work(connection: Connection) -> set[tuple[str, int]]:
-            await lock_generations(connection, (item.generation_id for item in items))
-            cursor = await connection.execute(
+        async def work(transaction: Transaction) -> set[tuple[str, int]]:
+            await lock_generations(transaction, (item.generation_id for item in items))
+            found = await transaction.fetch(
                 statements.RECORD_ATTEMPT_ENDS, {**_end_columns(list(firsts.values())), "now": now}
             )
-            return {(str(row["generation_id"]), row["attempt"]) for row in await cursor.fetchall()}
+            return {(str(row["generation_id"]), row["attempt"]) for row in found}
 
         written = await self._database.transact(work) if firsts else set()
         return [
@@ -130,24 +130,24 @@ class PostgresAttempts(PostgresPart):
             if rows.is_generation_id(generation_id):
                 causes.setdefault(generation_id, cause.value)
 
-        async def work(connection: Connection) -> Records:
-            await connection.execute(statements.LOCK_GENERATIONS, {"generation_ids": list(causes)})
+        async def work(transaction: Transaction) -> Records:
+            await transaction.send(statements.LOCK_GENERATIONS, {"generation_ids": list(causes)})
             parameters = {"generation_ids": list(causes), "causes": list(causes.values())}
-            await connection.execute(statements.REQUEST_CANCEL, parameters)
-            return await get_records(connection, causes)
+            await transaction.send(statements.REQUEST_CANCEL, parameters)
+            return await get_records(transaction, causes)
 
         records = await self._database.transact(work) if causes else {}
         return [records.get(generation_id) for generation_id, _ in items]
 
 
-async def _lock_sessions(connection: Connection, session_ids: set[SessionId]) -> dict[SessionId, LockedSession]:
+async def _lock_sessions(transaction: Transaction, session_ids: set[SessionId]) -> dict[SessionId, LockedSession]:
     """Held FOR SHARE until the grant commits: takeover and loss update the row first, so they wait or are seen."""
-    cursor = await connection.execute(statements.LOCK_SESSIONS_FOR_GRANT, {"session_ids": sorted(session_ids)})
-    return {row["session_id"]: rows.locked_session(row) for row in await cursor.fetchall()}
+    found = await transaction.fetch(statements.LOCK_SESSIONS_FOR_GRANT, {"session_ids": sorted(session_ids)})
+    return {row["session_id"]: rows.locked_session(row) for row in found}
 
 
 async def _grant(
-    connection: Connection, granted: Sequence[tuple[GrantRequest, LockedSession]], now: datetime | None
+    transaction: Transaction, granted: Sequence[tuple[GrantRequest, LockedSession]], now: datetime | None
 ) -> Records:
     if not granted:
         return {}
@@ -159,8 +159,8 @@ async def _grant(
         "nonces": [to_signed(item.nonce) for item, _ in granted],
         "now": now,
     }
-    cursor = await connection.execute(statements.GRANT, parameters)
-    return by_id(await cursor.fetchall())
+    found = await transaction.fetch(statements.GRANT, parameters)
+    return by_id(found)
 
 
 def _end_columns(items: Sequence[AttemptEnd]) -> dict[str, list[object]]:

@@ -11,7 +11,7 @@ from state_store.model import Finish, State
 from state_store.ports import ChunkWrite, FinishKind, FinishResult
 from state_store.postgres import rows, statements
 from state_store.postgres.attempts import Records, by_id, get_records, known_ids, lock_generations
-from state_store.postgres.pool import Connection, PostgresPart
+from state_store.postgres.pool import PostgresPart, Transaction
 from state_store.postgres.rows import LockedGeneration, to_signed
 
 Chunk = tuple[GenerationId, Delta]
@@ -22,9 +22,9 @@ class PostgresFinish(PostgresPart):
     """The part of GenerationStore that ends generations and stores their output."""
 
     async def finish_many(self, items: Sequence[Finish], *, now: datetime | None = None) -> list[FinishResult]:
-        async def work(connection: Connection) -> list[FinishResult]:
-            heads = await lock_generations(connection, (item.generation_id for item in items))
-            stored = await _read_stored(connection, [(item.generation_id, item.output) for item in items])
+        async def work(transaction: Transaction) -> list[FinishResult]:
+            heads = await lock_generations(transaction, (item.generation_id for item in items))
+            stored = await _read_stored(transaction, [(item.generation_id, item.output) for item in items])
             kinds: list[FinishKind] = []
             finished: list[tuple[Finish, LockedGeneration]] = []
             chunks: list[Chunk] = []
@@ -36,13 +36,13 @@ class PostgresFinish(PostgresPart):
                     finished.append((item, head))
                     chunks.extend([(item.generation_id, rest)] if rest is not None else [])
                     heads[item.generation_id] = replace(head, state=item.state)
-            records = await _finish(connection, finished, chunks, now)
+            records = await _finish(transaction, finished, chunks, now)
             ended_before = [
                 item.generation_id
                 for item, kind in zip(items, kinds, strict=True)
                 if kind is FinishKind.ALREADY_FINISHED and item.generation_id not in records
             ]
-            records |= await get_records(connection, ended_before)
+            records |= await get_records(transaction, ended_before)
             is_known = (FinishKind.FINISHED, FinishKind.ALREADY_FINISHED)
             return [
                 FinishResult(kind=kind, record=records[item.generation_id] if kind in is_known else None)
@@ -52,16 +52,16 @@ class PostgresFinish(PostgresPart):
         return await self._database.transact(work) if items else []
 
     async def store_chunks_many(self, items: Sequence[ChunkWrite]) -> list[bool]:
-        async def work(connection: Connection) -> list[bool]:
-            heads = await lock_generations(connection, (item.generation_id for item in items))
-            stored = await _read_stored(connection, [(item.generation_id, item.output) for item in items])
+        async def work(transaction: Transaction) -> list[bool]:
+            heads = await lock_generations(transaction, (item.generation_id for item in items))
+            stored = await _read_stored(transaction, [(item.generation_id, item.output) for item in items])
             answers: list[bool] = []
             chunks: list[Chunk] = []
             for item in items:
                 head = heads.get(item.generation_id)
                 is_current = head is not None and head.state is State.RUNNING and head.attempt == item.attempt
                 answers.append(is_current and _add_chunk(item, stored, chunks))
-            await _insert_chunks(connection, chunks)
+            await _insert_chunks(transaction, chunks)
             return answers
 
         return await self._database.transact(work) if items else []
@@ -97,10 +97,10 @@ class _Stored:
         self._outputs[generation_id] = join([before, rest]) or rest if before is not None else rest
 
 
-async def _read_stored(connection: Connection, wanted: Sequence[tuple[GenerationId, Delta | None]]) -> _Stored:
+async def _read_stored(transaction: Transaction, wanted: Sequence[tuple[GenerationId, Delta | None]]) -> _Stored:
     ids = known_ids(generation_id for generation_id, _ in wanted)
-    cursor = await connection.execute(statements.STORED_ENDS, {"generation_ids": ids})
-    ends = {GenerationId(str(row["generation_id"])): rows.chunk_end(row) for row in await cursor.fetchall()}
+    found = await transaction.fetch(statements.STORED_ENDS, {"generation_ids": ids})
+    ends = {GenerationId(str(row["generation_id"])): rows.chunk_end(row) for row in found}
     named = [generation_id for generation_id, _ in wanted]
     compared = {
         generation_id
@@ -110,8 +110,8 @@ async def _read_stored(connection: Connection, wanted: Sequence[tuple[Generation
     }
     if not compared:
         return _Stored(ends, {})
-    cursor = await connection.execute(statements.READ_OUTPUT, {"generation_ids": sorted(compared)})
-    return _Stored(ends, _joined(await cursor.fetchall()))
+    found = await transaction.fetch(statements.READ_OUTPUT, {"generation_ids": sorted(compared)})
+    return _Stored(ends, _joined(found))
 
 
 def _joined(found: Iterable[rows.Row]) -> Outputs:
@@ -145,7 +145,7 @@ def _add_chunk(item: ChunkWrite, stored: _Stored, chunks: list[Chunk]) -> bool:
     return True
 
 
-async def _insert_chunks(connection: Connection, chunks: Sequence[Chunk]) -> None:
+async def _insert_chunks(transaction: Transaction, chunks: Sequence[Chunk]) -> None:
     if not chunks:
         return
     texts = [rows.pack_texts(delta.texts) for _, delta in chunks]
@@ -159,11 +159,11 @@ async def _insert_chunks(connection: Connection, chunks: Sequence[Chunk]) -> Non
         "prev_chains": [to_signed(delta.prev_chain) for _, delta in chunks],
         "chains": [to_signed(delta.chain) for _, delta in chunks],
     }
-    await connection.execute(statements.INSERT_CHUNKS, parameters)
+    await transaction.send(statements.INSERT_CHUNKS, parameters)
 
 
 async def _finish(
-    connection: Connection,
+    transaction: Transaction,
     finished: Sequence[tuple[Finish, LockedGeneration]],
     chunks: Sequence[Chunk],
     now: datetime | None,
@@ -174,10 +174,10 @@ async def _finish(
         "tenant_ids": [head.tenant_id for _, head in finished],
         "request_ids": [head.request_id for _, head in finished],
     }
-    await connection.execute(statements.LOCK_REQUEST_KEYS, names)
-    await _insert_chunks(connection, chunks)
-    cursor = await connection.execute(statements.FINISH, _finish_columns([item for item, _ in finished], now))
-    return by_id(await cursor.fetchall())
+    await transaction.send(statements.LOCK_REQUEST_KEYS, names)
+    await _insert_chunks(transaction, chunks)
+    found = await transaction.fetch(statements.FINISH, _finish_columns([item for item, _ in finished], now))
+    return by_id(found)
 
 
 def _finish_columns(items: Sequence[Finish], now: datetime | None) -> dict[str, object]:

@@ -48,6 +48,25 @@ class PoolSettings:
     call_timeout: timedelta = timedelta(seconds=10)
 
 
+class Transaction:
+    """Statements of one transaction, in pipeline mode: what is sent travels with the next fetch, or with the commit."""
+
+    def __init__(self, connection: Connection, pipeline: psycopg.AsyncPipeline) -> None:
+        self._connection = connection
+        self._pipeline = pipeline
+
+    async def send(self, statement: str, parameters: Parameters) -> None:
+        """An error surfaces with the next fetch or the commit."""
+        await self._connection.execute(statement, parameters)
+
+    async def fetch(self, statement: str, parameters: Parameters) -> list[DictRow]:
+        """One round trip. It ends with a Sync: after a mere Flush, Postgres would not count a paused process as idle,
+        and would keep its locks for ever."""
+        cursor = await self._connection.execute(statement, parameters)
+        await self._pipeline.sync()
+        return await cursor.fetchall()
+
+
 class Database:
     """A pool of autocommitting connections with UTC sessions; `open` and `close` are idempotent."""
 
@@ -76,12 +95,12 @@ class Database:
 
         return await self._run(work)
 
-    async def transact(self, work: Callable[[Connection], Awaitable[Result]]) -> Result:
-        """`work` in one transaction, in pipeline mode: a statement is sent when it or a later one is fetched."""
+    async def transact(self, work: Callable[[Transaction], Awaitable[Result]]) -> Result:
+        """`work` in one transaction; it is repeated when it was rolled back for the company it was in."""
 
         async def transaction(connection: Connection) -> Result:
-            async with connection.pipeline(), connection.transaction():
-                return await work(connection)
+            async with connection.pipeline() as pipeline, connection.transaction():
+                return await work(Transaction(connection, pipeline))
 
         return await self._run(transaction)
 

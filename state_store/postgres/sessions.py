@@ -10,7 +10,7 @@ from state_store.model import GenerationRecord, NewSession, SessionRecord
 from state_store.ports import LostSession, OpenedSession, OpenKind
 from state_store.postgres import rows, statements
 from state_store.postgres.attempts import get_records, requeue
-from state_store.postgres.pool import Connection, PostgresPart
+from state_store.postgres.pool import PostgresPart, Transaction
 
 _OPEN = """
 INSERT INTO worker_sessions AS s (
@@ -74,17 +74,14 @@ class PostgresSessions(PostgresPart):
     async def open_session(
         self, session: NewSession, *, lease: timedelta, now: datetime | None = None
     ) -> OpenedSession:
-        async def work(connection: Connection) -> OpenedSession:
-            cursor = await connection.execute(_OPEN, {**_columns(session), "lease": lease, "now": now})
-            opened = await cursor.fetchone()
-            if opened is None:
-                cursor = await connection.execute(_EPOCH_OF, {"session_id": session.session_id})
-                over = await cursor.fetchone()
-                assert over is not None
+        async def work(transaction: Transaction) -> OpenedSession:
+            opened = await transaction.fetch(_OPEN, {**_columns(session), "lease": lease, "now": now})
+            if not opened:
+                [over] = await transaction.fetch(_EPOCH_OF, {"session_id": session.session_id})
                 return OpenedSession(kind=OpenKind.OVER, owner_epoch=over["owner_epoch"], running=())
-            cursor = await connection.execute(statements.RUNNING_OF_SESSIONS, {"session_ids": [session.session_id]})
-            running = tuple(rows.generation(row) for row in await cursor.fetchall())
-            return OpenedSession(kind=OpenKind.OPENED, owner_epoch=opened["owner_epoch"], running=running)
+            found = await transaction.fetch(statements.RUNNING_OF_SESSIONS, {"session_ids": [session.session_id]})
+            running = tuple(rows.generation(row) for row in found)
+            return OpenedSession(kind=OpenKind.OPENED, owner_epoch=opened[0]["owner_epoch"], running=running)
 
         return await self._database.transact(work)
 
@@ -105,27 +102,26 @@ class PostgresSessions(PostgresPart):
     async def lose_session(
         self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
     ) -> LostSession | None:
-        async def work(connection: Connection) -> list[LostSession]:
-            cursor = await connection.execute(_LOSE, {"session_id": session_id, "owner_epoch": owner_epoch})
-            return await _give_up_attempts(connection, [row["session_id"] for row in await cursor.fetchall()], now)
+        async def work(transaction: Transaction) -> list[LostSession]:
+            found = await transaction.fetch(_LOSE, {"session_id": session_id, "owner_epoch": owner_epoch})
+            return await _give_up_attempts(transaction, [row["session_id"] for row in found], now)
 
         lost = await self._database.transact(work)
         return lost[0] if lost else None
 
     async def lose_expired(self, *, limit: int, now: datetime | None = None) -> list[LostSession]:
-        async def work(connection: Connection) -> list[LostSession]:
-            cursor = await connection.execute(_LOSE_EXPIRED, {"limit": limit, "now": now})
-            return await _give_up_attempts(connection, [row["session_id"] for row in await cursor.fetchall()], now)
+        async def work(transaction: Transaction) -> list[LostSession]:
+            found = await transaction.fetch(_LOSE_EXPIRED, {"limit": limit, "now": now})
+            return await _give_up_attempts(transaction, [row["session_id"] for row in found], now)
 
         return await self._database.transact(work)
 
     async def end_session(self, session_id: SessionId, owner_epoch: int) -> bool:
-        async def work(connection: Connection) -> bool:
-            cursor = await connection.execute(_HOLD, {"session_id": session_id, "owner_epoch": owner_epoch})
-            if await cursor.fetchone() is None:
+        async def work(transaction: Transaction) -> bool:
+            own = {"session_id": session_id, "owner_epoch": owner_epoch}
+            if not await transaction.fetch(_HOLD, own):
                 return False
-            cursor = await connection.execute(_END, {"session_id": session_id})
-            return await cursor.fetchone() is not None
+            return bool(await transaction.fetch(_END, own))
 
         return await self._database.transact(work)
 
@@ -141,21 +137,21 @@ class PostgresSessions(PostgresPart):
 
 
 async def _give_up_attempts(
-    connection: Connection, session_ids: Sequence[SessionId], now: datetime | None
+    transaction: Transaction, session_ids: Sequence[SessionId], now: datetime | None
 ) -> list[LostSession]:
     """Requeues what may run again; the rest stays RUNNING until its log is sealed and it is finished."""
     if not session_ids:
         return []
-    cursor = await connection.execute(statements.LOCK_RUNNING_OF_SESSIONS, {"session_ids": list(session_ids)})
+    found = await transaction.fetch(statements.LOCK_RUNNING_OF_SESSIONS, {"session_ids": list(session_ids)})
     owners: dict[GenerationId, SessionId] = {}
     requeued_ids: list[GenerationId] = []
     to_end_ids: list[GenerationId] = []
-    for row in await cursor.fetchall():
+    for row in found:
         generation_id = GenerationId(str(row["generation_id"]))
         owners[generation_id] = row["session_id"]
         (requeued_ids if is_grantable(rows.locked_generation(row)) else to_end_ids).append(generation_id)
-    requeued = await requeue(connection, requeued_ids, now)
-    to_end = await get_records(connection, to_end_ids)
+    requeued = await requeue(transaction, requeued_ids, now)
+    to_end = await get_records(transaction, to_end_ids)
     return [
         LostSession(
             session_id=session_id,

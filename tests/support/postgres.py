@@ -5,12 +5,11 @@ from itertools import count
 
 import pytest
 import pytest_asyncio
-from psycopg import sql
 
 from sluice.local.postgres import LocalPostgres
 from state_store.memory.store import MemoryStore
 from state_store.postgres.migrate import upgrade
-from state_store.postgres.pool import Connection
+from state_store.postgres.pool import Transaction
 from state_store.postgres.schema import metadata
 from state_store.postgres.store import PostgresStore
 from tests.support.generations import Store
@@ -59,9 +58,9 @@ async def emptied_postgres_store(shared_postgres_store: PostgresStore) -> Postgr
 async def empty(store: PostgresStore) -> None:
     """Deleting a few rows is much faster than truncating many partitions."""
 
-    async def work(connection: Connection) -> None:
+    async def work(transaction: Transaction) -> None:
         for table in reversed(metadata.sorted_tables):
-            await connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(table.name)))
+            await transaction.send(f"DELETE FROM {table.name}", {})
 
     await store._database.transact(work)
 
