@@ -99,9 +99,9 @@ class Reaper:
 
     async def lose_expired_sessions(self) -> None:
         """Only after this process has itself read the store for a whole lease: after an outage every lease looks over."""
-        assert self._readable_since_s is not None
-        if self._clock() - self._readable_since_s < self._lease.total_seconds():
-            return
+        readable_since_s = self._readable_since_s
+        if readable_since_s is None or self._clock() - readable_since_s < self._lease.total_seconds():
+            return  # an earlier step of this round may have found a store gone
         for lost in await self._store.lose_expired(limit=PAGE):
             await self._registry.forget_over([lost.session_id])
             await self._recovery.recover_session(lost)
