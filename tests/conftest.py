@@ -1,1 +1,1 @@
-pytest_plugins = ["tests.support.servers", "tests.support.postgres"]
+pytest_plugins = ["tests.support.servers", "tests.support.postgres", "tests.support.real_model"]

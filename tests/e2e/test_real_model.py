@@ -53,19 +53,25 @@ class Reference:
         self._model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._end_ids = set(read_manifest(directory).eos_token_ids)
 
-    def greedy(self, prompt_ids: list[int]) -> list[int]:
-        """Output ids before the end token, at most NUM_TOKENS."""
+    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Output ids before the end token, at most NUM_TOKENS each; one left-padded batch."""
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt_ids) for prompt_ids in prompts]
+        input_ids = [[0] * pad + prompt_ids for pad, prompt_ids in zip(padding, prompts, strict=True)]
+        mask = [[0] * pad + [1] * len(prompt_ids) for pad, prompt_ids in zip(padding, prompts, strict=True)]
         with self._torch.inference_mode():
             output = self._model.generate(
-                self._torch.tensor([prompt_ids]),
-                attention_mask=self._torch.ones(1, len(prompt_ids), dtype=self._torch.long),
+                self._torch.tensor(input_ids),
+                attention_mask=self._torch.tensor(mask),
                 max_new_tokens=NUM_TOKENS,
                 do_sample=False,
                 eos_token_id=sorted(self._end_ids),
                 pad_token_id=0,
             )
-        ids: list[int] = output[0, len(prompt_ids) :].tolist()
-        return next((ids[:i] for i, token_id in enumerate(ids) if token_id in self._end_ids), ids)
+        rows: list[list[int]] = output[:, longest:].tolist()
+        return [
+            next((ids[:place] for place, token_id in enumerate(ids) if token_id in self._end_ids), ids) for ids in rows
+        ]
 
     def top2_gap(self, context_ids: list[int]) -> float:
         """Distance of the two best logits of the next token."""
@@ -84,12 +90,12 @@ def reference(smollm2: Path) -> Reference:
 def expected(reference: Reference) -> list[tuple[list[int], list[int]]]:
     """Prompt ids and greedy output of every prompt."""
     prompts = [reference.tokenizer.encode(prompt) for prompt in PROMPTS]
-    return [(prompt_ids, reference.greedy(prompt_ids)) for prompt_ids in prompts]
+    return list(zip(prompts, reference.greedy(prompts), strict=True))
 
 
 def _start(client: SluiceClient, stack: RunningStack, prompt: str) -> Reader:
     sampling = Sampling(temperature=0, max_output_tokens=NUM_TOKENS)
-    return Reader(client.generate(stack.local.settings.model, prompt, sampling=sampling))
+    return Reader(client.generate(stack.local.model, prompt, sampling=sampling))
 
 
 def _check(reference: Reference, prompt_ids: list[int], wanted: list[int], got: list[int], how: str) -> None:
@@ -132,7 +138,7 @@ async def test_a_short_request_that_arrives_last_overtakes_long_ones_in_a_large_
     async def ask(client: SluiceClient, name: str, num_tokens: int, words: int) -> str:
         sampling = Sampling(temperature=0, max_output_tokens=num_tokens, ignore_eos=True)
         question = [Message(role="user", content="tell me about rivers " * words)]
-        reader = Reader(client.generate(real_stack.local.settings.model, question, sampling=sampling))
+        reader = Reader(client.generate(real_stack.local.model, question, sampling=sampling))
         await reader.until_end(240)
         finished.append(name)
         return reader.accepted.generation_id
