@@ -19,11 +19,14 @@ READ_S = 10
 class ScriptedStream:
     """One session stream. Reads in the background; keeps every message, and per generation what its log would hold."""
 
-    def __init__(self, address, *, session_id, owner_epoch=1, scheduler_id="sched", answers=True, metadata=()):
+    def __init__(
+        self, address, *, session_id, owner_epoch=1, scheduler_id="sched", answers=True, acks=True, metadata=()
+    ):
         self.messages: list[worker_pb2.SessionResponse] = []
         self.deltas: dict[str, list[Delta]] = defaultdict(list)
         self.ends: dict[str, worker_pb2.AttemptEnd] = {}
         self.answers = answers
+        self.acks = acks
         self.code = None
         self.channel = open_channel(address)
         self.call = worker_pb2_grpc.WorkerServiceStub(self.channel).Session(metadata=metadata)
@@ -59,7 +62,7 @@ class ScriptedStream:
             case "delta_batch":
                 for news in response.delta_batch.deltas:
                     self._book(news)
-                if self.answers:
+                if self.answers and self.acks:
                     await self.ack(response.delta_batch.batch)
             case "heartbeat" if self.answers:
                 await self.say(verdict=worker_pb2.Verdict())

@@ -18,7 +18,7 @@ from tests.integration.worker.stepped_engine import SteppedEngine
 from tests.support.polling import eventually
 from tests.support.tiny_models import encode
 
-TIMES = StreamTimes(heartbeat=timedelta(milliseconds=50), silence=timedelta(milliseconds=600))
+TIMES = StreamTimes(heartbeat=timedelta(milliseconds=50), silence=timedelta(seconds=2))
 GRACE = timedelta(0)
 KEEP = worker_pb2.VERDICT_ACTION_KEEP
 RESEND_FROM = worker_pb2.VERDICT_ACTION_RESEND_FROM
@@ -244,7 +244,7 @@ async def test_an_end_is_held_until_it_is_acknowledged(setup):
 
 
 async def test_at_most_eight_batches_are_unacknowledged_and_tokens_gather_meanwhile(setup):
-    async with setup.stream(answers=False) as stream:
+    async with setup.stream(acks=False) as stream:
         await stream.assign(assignment(max_output_tokens=40))
         await setup.has_added()
         for position in range(1, MAX_UNACKNOWLEDGED_BATCHES + 1):

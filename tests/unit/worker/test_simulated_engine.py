@@ -89,7 +89,7 @@ def run(engine, *specs):
     raise AssertionError("the engine does not come to an end")
 
 
-@pytest.mark.parametrize("mode", TokenMode)
+@pytest.mark.parametrize("mode", [TokenMode.PROMPT_HASH, TokenMode.NONCE])
 def test_an_output_is_what_the_oracle_expects(make_engine, mode):
     delta, finish = run(make_engine(token_mode=mode), spec(seed=3))["a"]
     nonce = 7 if mode is TokenMode.NONCE else 0
@@ -97,6 +97,13 @@ def test_an_output_is_what_the_oracle_expects(make_engine, mode):
     assert list(delta.token_ids) == expected
     assert delta.text == bytes(expected).decode()
     assert (finish.reason, finish.output_tokens, finish.prompt_tokens) == (FinishReason.LENGTH, 8, 5)
+
+
+def test_an_echo_says_the_prompt_again_and_again_and_continues_where_it_was(make_engine):
+    delta, _ = run(make_engine(token_mode="echo"), spec())["a"]
+    assert delta.text == "hellohel"
+    rest, _ = run(make_engine(token_mode="echo"), spec(output=delta.token_ids[:3], nonce=8))["a"]
+    assert rest.text == "lohel"
 
 
 def test_a_resumed_attempt_continues_the_output_in_prompt_hash_mode_and_not_in_nonce_mode(make_engine):
