@@ -6,8 +6,6 @@ import signal
 from datetime import timedelta
 from functools import partial
 
-from state_store.postgres.store import PostgresStore
-
 from inference.internal.v1 import scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
 from scheduler.loops import every
@@ -20,6 +18,7 @@ from service_kit.telemetry import setup_tracing
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.postgres.migrate import wait_for_schema
+from state_store.postgres.store import PostgresStore
 
 _log = get_logger()
 
