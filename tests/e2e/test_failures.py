@@ -94,6 +94,29 @@ async def test_a_killed_valkey_is_survived(stack: RunningStack) -> None:
     assert reader.token_ids == _expected("valkey dies")
 
 
+async def test_an_emptied_valkey_is_refilled_while_the_stream_goes_on(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "valkey emptied")
+        await reader.until_token(20)
+        stack.empty_valkey()
+        await reader.until_end()
+        replay = Reader(client.stream(generation_id=reader.accepted.generation_id))
+        await replay.until_end()
+    assert reader.token_ids == replay.token_ids == _expected("valkey emptied")
+    assert stack.generation(reader.accepted.generation_id)["attempt"] == 1
+
+
+async def test_an_emptied_valkey_and_a_killed_worker_together_are_computed_again(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "both lost")
+        await reader.until_token(20)
+        stack.kill(await stack.session_of(reader.accepted.generation_id))
+        stack.empty_valkey()
+        await reader.until_end()
+    assert reader.token_ids == _expected("both lost")
+    assert stack.generation(reader.accepted.generation_id)["attempt"] == 2
+
+
 async def test_a_killed_postgres_is_survived(stack: RunningStack) -> None:
     async with stack.client() as client:
         reader = _start(client, "postgres dies")

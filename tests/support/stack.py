@@ -64,6 +64,12 @@ class RunningStack:
     def resume(self, name: str) -> None:
         self.local.services[name].send_signal(signal.SIGCONT)
 
+    def empty_valkey(self) -> None:
+        """Kill it, lose its files, start it."""
+        self.local.valkey.kill()
+        shutil.rmtree(self.home.valkey / "appendonlydir")
+        self.local.valkey.start()
+
     async def heal(self) -> None:
         """Everything runs and serves; what was dead is started again."""
         self.local.postgres.start()

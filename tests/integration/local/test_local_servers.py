@@ -1,3 +1,5 @@
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,3 +161,19 @@ def test_stop_twice_and_stop_before_start_do_nothing(tmp_path: Path) -> None:
     server.stop()
     server.stop()
     assert not server.is_running
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the cluster to another user")
+def test_a_directory_that_postgres_own_user_cannot_reach_gets_its_cluster_elsewhere(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    with LocalPostgres(private / "postgres", fsync=False) as server:
+        location = Path((private / "postgres" / "data-location").read_text().strip())
+        try:
+            server.create_database("kept")
+            server.stop()
+            assert (location / "data" / "PG_VERSION").exists()
+            with LocalPostgres(private / "postgres", fsync=False) as second:
+                assert second.has_database("kept")
+        finally:
+            shutil.rmtree(location)
