@@ -157,6 +157,16 @@ def test_a_push_that_continues_is_forwarded_and_one_behind_a_gap_sends_to_the_lo
     assert reader.need is Need.LOG
 
 
+def test_a_push_that_announces_more_than_it_carries_sends_to_the_log() -> None:
+    """The opening of an attempt and the end of a generation carry no tokens, only where the log ends."""
+    output = whole_output(4)
+    for terminal in (None, end_of(4)):
+        reader = OutputReader(Cursor())
+        reader.take_view(LogView(generation_id=GENERATION, is_present=True))
+        assert reader.take_push(Push(generation_id=GENERATION, attempt=2, end=output.end, terminal=terminal)) == []
+        assert reader.need is Need.LOG
+
+
 def push_of(delta: Delta) -> Push:
     return Push(generation_id=GENERATION, attempt=1, end=delta.end, delta=delta)
 
