@@ -6,14 +6,12 @@ Migrations expand in one release and contract in a later one, so a newer schema 
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import psycopg
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-import migrations
 from state_store.errors import StoreUnavailableError
 from state_store.postgres.partitions import ensure_partitions
 
@@ -23,7 +21,7 @@ _POLL = timedelta(milliseconds=200)
 def alembic_config(dsn: str) -> Config:
     """Alembic's configuration for the migrations of this build, wherever they are installed."""
     config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__path__[0])))
+    config.set_main_option("script_location", "migrations:.")
     config.set_main_option("path_separator", "os")
     config.attributes["dsn"] = dsn
     return config

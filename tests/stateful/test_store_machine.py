@@ -23,7 +23,16 @@ from service_kit.errors import Reason
 from service_kit.ids import GenerationId, RequestId, SchedulerId, SessionId, TenantId
 from service_kit.sampling import FinishReason
 from state_store.memory.store import MemoryStore
-from state_store.model import AttemptOutcome, CancelCause, Finish, GenerationRecord, ModelKey, NewSession, State
+from state_store.model import (
+    AttemptOutcome,
+    CancelCause,
+    Finish,
+    GenerationRecord,
+    ModelKey,
+    NewSession,
+    SessionState,
+    State,
+)
 from state_store.ports import AttemptEnd, AttemptRef, ChunkWrite, GrantRequest, OpenKind
 from state_store.postgres.store import PostgresStore
 from state_store.transitions import TRANSITIONS
@@ -35,6 +44,9 @@ EDGES = {(start, end) for (start, _), end in TRANSITIONS.items()}
 FINAL = [state for state in State if state.is_terminal]
 mostly_zero = st.sampled_from([0, 0, 0, 0, 0, 1, -1])
 bases = st.sampled_from([1, 1, 1, 7])
+ANY_STATE_FROM = 26
+ANY_SESSION_FROM = 9
+MAX_LIVE_SESSIONS = 2
 indexes = st.lists(st.integers(0, 30), min_size=1, max_size=3)
 
 
@@ -69,15 +81,30 @@ class StoreMachine(RuleBasedStateMachine):
         assert memory == postgres
         return postgres
 
-    def row(self, index: int) -> GenerationRecord:
-        return self.seen[self.generation_ids[index % len(self.generation_ids)]]
+    def rows(self, indexes: list[int], *wanted: State) -> list[GenerationRecord]:
+        """Rows, in one of the wanted states if there are any; high indexes do not look at the state."""
+        rows = list(self.seen.values())
+        fitting = [row for row in rows if row.state in wanted] or rows
+        chosen = [(fitting if index < ANY_STATE_FROM else rows, index) for index in indexes]
+        return [among[index % len(among)] for among, index in chosen]
+
+    def sessions_in(self, state: SessionState) -> list[NewSession]:
+        rows = self.stores.memory._data.sessions
+        return [session for session in self.sessions if rows[session.session_id].state is state]
 
     def session(self, index: int) -> NewSession:
-        return self.sessions[index % len(self.sessions)]
+        """A session, a live one if there is one; the highest indexes do not look at the state."""
+        live = self.sessions_in(SessionState.LIVE) if index < ANY_SESSION_FROM else []
+        return (live or self.sessions)[index % len(live or self.sessions)]
 
     @initialize()
     def start(self) -> None:
+        """Something to work on, whichever rules this history may use."""
         self.stores.runner.run(empty(self.stores.postgres))
+        self.announce()
+        items = [new_generation() for _ in range(3)]
+        self.both(lambda store: store.submit_many(items, now=self.now))
+        self.generation_ids.extend(item.generation_id for item in items)
 
     @rule(data=st.data(), size=st.integers(1, 3))
     def submit(self, data: st.DataObject, size: int) -> None:
@@ -94,16 +121,22 @@ class StoreMachine(RuleBasedStateMachine):
         self.both(lambda store: store.submit_many(items, now=self.now))
         self.generation_ids.extend(item.generation_id for item in items)
 
-    @rule(again=st.booleans(), index=st.integers(0, 9), scheduler=st.sampled_from(["scheduler-1", "scheduler-2"]))
-    def open_session(self, again: bool, index: int, scheduler: str) -> None:
-        if not again or not self.sessions:
-            self.sessions.append(new_session(worker_id=f"worker-{len(self.sessions)}"))
-        announced = self.session(index if again else -1)
-        taker = replace(announced, scheduler_id=SchedulerId(scheduler))
-        opened = self.both(lambda store: store.open_session(taker, lease=LEASE, now=self.now))
-        before = self.epochs.get(announced.session_id, 0)
+    @precondition(lambda self: len(self.sessions_in(SessionState.LIVE)) < MAX_LIVE_SESSIONS)
+    @rule()
+    def announce(self) -> None:
+        self.sessions.append(new_session(worker_id=f"worker-{len(self.sessions)}"))
+        self.open_session(self.sessions[-1])
+
+    @precondition(lambda self: self.sessions)
+    @rule(index=st.integers(0, 9), scheduler=st.sampled_from(["scheduler-1", "scheduler-2"]))
+    def take_over(self, index: int, scheduler: str) -> None:
+        self.open_session(replace(self.session(index), scheduler_id=SchedulerId(scheduler)))
+
+    def open_session(self, session: NewSession) -> None:
+        opened = self.both(lambda store: store.open_session(session, lease=LEASE, now=self.now))
+        before = self.epochs.get(session.session_id, 0)
         assert opened.owner_epoch == before + (opened.kind is OpenKind.OPENED)
-        self.epochs[announced.session_id] = opened.owner_epoch
+        self.epochs[session.session_id] = opened.owner_epoch
 
     @precondition(lambda self: self.sessions and self.seen)
     @rule(
@@ -117,13 +150,13 @@ class StoreMachine(RuleBasedStateMachine):
         session_id = self.session(index).session_id
         items = [
             GrantRequest(
-                generation_id=self.row(row).generation_id,
-                after_attempt=self.row(row).attempt + attempt,
+                generation_id=row.generation_id,
+                after_attempt=row.attempt + attempt,
                 session_id=session_id,
                 owner_epoch=self.epochs[session_id] + epoch,
                 nonce=nonce,
             )
-            for row in rows
+            for row in self.rows(rows, State.QUEUED)
         ]
         self.both(lambda store: store.grant_many(items, now=self.now))
 
@@ -132,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
     def finish(self, rows: list[int], data: st.DataObject) -> None:
         ends = self.both(lambda store: store.stored_ends_many(self.generation_ids))
         items = []
-        for row in map(self.row, rows):
+        for row in self.rows(rows, State.RUNNING):
             stored = ends[self.generation_ids.index(row.generation_id)].sequence_number
             length = stored + data.draw(st.integers(0, 3))
             state = data.draw(st.sampled_from(FINAL))
@@ -157,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert delta is not None
         items = [
             ChunkWrite(generation_id=row.generation_id, attempt=row.attempt + attempt, output=delta)
-            for row in map(self.row, rows)
+            for row in self.rows(rows, State.RUNNING)
         ]
         self.both(lambda store: store.store_chunks_many(items))
 
@@ -165,7 +198,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(rows=indexes, attempt=mostly_zero)
     def requeue(self, rows: list[int], attempt: int) -> None:
         items = [
-            AttemptRef(generation_id=row.generation_id, attempt=row.attempt + attempt) for row in map(self.row, rows)
+            AttemptRef(generation_id=row.generation_id, attempt=row.attempt + attempt)
+            for row in self.rows(rows, State.RUNNING)
         ]
         self.both(lambda store: store.requeue_many(items, now=self.now))
 
@@ -180,18 +214,18 @@ class StoreMachine(RuleBasedStateMachine):
                 end_position=0,
                 is_charged=is_charged,
             )
-            for row in map(self.row, rows)
+            for row in self.rows(rows, State.RUNNING)
         ]
         self.both(lambda store: store.record_attempt_ends(items, now=self.now))
 
     @precondition(lambda self: self.seen)
     @rule(rows=indexes, cause=st.sampled_from(CancelCause))
     def request_cancel(self, rows: list[int], cause: CancelCause) -> None:
-        items = [(self.row(row).generation_id, cause) for row in rows[:1]]
+        items = [(row.generation_id, cause) for row in self.rows(rows[:1], State.QUEUED, State.RUNNING)]
         self.both(lambda store: store.request_cancel_many(items))
 
     @precondition(lambda self: self.sessions)
-    @rule(index=st.integers(0, 9), epoch=mostly_zero, how=st.sampled_from(["lose", "end", "renew", "renew"]))
+    @rule(index=st.integers(0, 9), epoch=mostly_zero, how=st.sampled_from(["lose", "end", "renew", "renew", "renew"]))
     def decide_about_session(self, index: int, epoch: int, how: str) -> None:
         session_id = self.session(index).session_id
         owner_epoch = self.epochs[session_id] + epoch
@@ -202,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             self.both(lambda store: store.renew_many([(session_id, owner_epoch)], lease=LEASE, now=self.now))
 
-    @rule(seconds=st.sampled_from([1, 3, 6, 90_000]), limit=st.integers(1, 3))
+    @rule(seconds=st.sampled_from([1, 1, 1, 3, 6, 90_000]), limit=st.integers(1, 3))
     def let_time_pass(self, seconds: int, limit: int) -> None:
         self.now += timedelta(seconds=seconds)
         self.both(lambda store: store.lose_expired(limit=limit, now=self.now))
@@ -271,7 +305,7 @@ def test_random_histories_leave_both_stores_equal(runner: asyncio.Runner, store_
             lambda: StoreMachine(runner, postgres),
             settings=settings(
                 max_examples=20,
-                stateful_step_count=30,
+                stateful_step_count=40,
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
