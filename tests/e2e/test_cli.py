@@ -27,10 +27,11 @@ def _environment(home: Path) -> dict[str, str]:
     return {**os.environ, "SLUICE_HOME": str(home), "NO_COLOR": "1"}
 
 
-def _run(home: Path, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def _run(home: Path, *arguments: str, timeout_s: float = 60.0, typed: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "sluice", *arguments],
         env=_environment(home),
+        input=typed,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -109,6 +110,47 @@ def test_a_killed_up_takes_everything_with_it_and_the_next_one_starts(home: Path
         while _processes_of(home):
             assert time.monotonic() < deadline, _processes_of(home)
             time.sleep(0.1)
+
+
+def test_a_person_chats_makes_keys_and_interrupts_an_answer(home: Path) -> None:
+    log = home / "up.log"
+    environment = {**_environment(home), "SLUICE_ENGINE_SETTINGS": '{"tokens_per_s": 100}'}
+    command = [sys.executable, "-m", "sluice"]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            [*command, "up", "--engine", "simulated", "--port", "0"], env=environment, stdout=output, stderr=output
+        ) as up,
+    ):
+        try:
+            _wait_for_line(log, "ready: gateway", up)
+            chat = _run(home, "chat", "--max-tokens", "5", typed="hello\nand then\n\n")
+            assert chat.returncode == 0, chat.stderr
+            assert chat.stderr.count("5 output tokens") == 2
+            key = _run(home, "keys", "create", "--tenant", "team-a")
+            assert key.returncode == 0, key.stderr
+            as_team = _run(home, "generate", "hi", "--max-tokens", "3", "--api-key", key.stdout.strip())
+            assert as_team.returncode == 0, as_team.stderr
+            refused = _run(home, "generate", "hi", "--api-key", "wrong")
+            assert refused.returncode == 1
+            assert "API key" in refused.stderr
+            with subprocess.Popen(
+                [*command, "generate", "long", "--max-tokens", "7000"],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            ) as asking:
+                assert asking.stdout is not None
+                assert asking.stdout.read(1)
+                asking.send_signal(signal.SIGINT)
+                asking.stdout.read()
+            assert asking.returncode != 0
+            deadline = time.monotonic() + 5
+            while "0 queued, 0 running" not in _run(home, "status").stdout:
+                assert time.monotonic() < deadline, "the interrupted generation still runs"
+        finally:
+            up.terminate()
+            up.wait(40)
 
 
 def test_errors_are_one_line_that_says_what_to_do(home: Path) -> None:
