@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
+from inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from service_kit.delta import Cursor, extend_chain
 from service_kit.errors import SluiceError
 from service_kit.rpc_status import to_grpc_status

@@ -4,8 +4,8 @@ from typing import Any
 
 import grpc
 import pytest
-from inference.v1 import inference_pb2_grpc, types_pb2
 
+from inference.v1 import inference_pb2_grpc, types_pb2
 from service_kit.delta import Cursor
 from service_kit.errors import (
     AlreadyExistsError,
