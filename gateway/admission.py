@@ -1,6 +1,5 @@
 """Everything between an authenticated call and a committed generation, cheapest refusals first."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,7 +28,7 @@ class NewRequest:
 
 
 class Admission:
-    """Validates, encodes and submits. `check_open` raises when the gateway takes no new work."""
+    """Validates, encodes and submits."""
 
     def __init__(
         self,
@@ -38,17 +37,14 @@ class Admission:
         encoder: PromptEncoder,
         submitter: Submitter,
         full_queues: FullQueues,
-        check_open: Callable[[], None],
     ) -> None:
         self._registry = registry
         self._encoder = encoder
         self._submitter = submitter
         self._full_queues = full_queues
-        self._check_open = check_open
 
     def mint(self, request_id: str, *, cursor: Cursor) -> NewRequest:
-        """Ids for a call. Raises InvalidArgumentError, and UnavailableError when the gateway drains."""
-        self._check_open()
+        """Ids for a call. Raises InvalidArgumentError."""
         parsed = parse_request_id(request_id)
         if parsed is None and cursor.sequence_number > 0:
             raise InvalidArgumentError("request_id", "must be set when a cursor is given")

@@ -1,8 +1,8 @@
 """The public servicer: decode, call, encode. Errors are raised; the server's interceptor makes statuses of them."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from gateway.page_token import decode_page_token, encode_page_token
 from gateway.prompt import PromptEncoder
 from gateway.records import RecordReader
 from gateway.scheduler_client import SchedulerClient
+from gateway.streaming.hub import StreamHub
 from gateway.streaming.stream import StreamOpener
 from gateway.submit import Committed
 from gateway.validation import (
@@ -37,7 +38,7 @@ from inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from service_kit.delta import Cursor
 from service_kit.ids import GenerationId
 from service_kit.telemetry import tracer
-from state_store.model import ApiKey, SessionState, State
+from state_store.model import ApiKey, GenerationRecord, SessionState, State
 from state_store.ports import GenerationStore, SessionStore
 
 
@@ -49,6 +50,7 @@ class GatewayParts:
     registry: ModelRegistry
     encoder: PromptEncoder
     admission: Admission
+    hub: StreamHub
     scheduler: SchedulerClient
     records: RecordReader
     streams: StreamOpener
@@ -71,9 +73,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         key = await self._authenticate(context)
         cursor = parse_cursor(request.cursor)
         new = self._parts.admission.mint(request.request_id, cursor=cursor)
-        await _send_ids(context, new.generation_id, new.request_id)
-        span = tracer().start_span("gateway.generate", attributes=_attributes(new))
-        try:
+        with self._parts.hub.hold(), _span("gateway.generate", new) as span:
+            await _send_ids(context, new.generation_id, new.request_id)
             committed = await self._parts.admission.admit(
                 new, request.spec, request.delivery, key=key, default_grace=GRACE_AFTER_GENERATE, span=span
             )
@@ -82,22 +83,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             async with aclosing(self._deltas(committed.generation_id, cursor, span)) as deltas:
                 async for delta in deltas:
                     yield inference_pb2.GenerateResponse(delta=delta)
-        finally:
-            span.end()
 
     async def CreateGeneration(  # noqa: N802
         self, request: inference_pb2.CreateGenerationRequest, context: Any
     ) -> inference_pb2.CreateGenerationResponse:
         key = await self._authenticate(context)
         new = self._parts.admission.mint(request.request_id, cursor=Cursor())
-        await _send_ids(context, new.generation_id, new.request_id)
-        span = tracer().start_span("gateway.create", attributes=_attributes(new))
-        try:
+        with self._parts.hub.hold(), _span("gateway.create", new) as span:
+            await _send_ids(context, new.generation_id, new.request_id)
             committed = await self._parts.admission.admit(
                 new, request.spec, request.delivery, key=key, default_grace=None, span=span
             )
-        finally:
-            span.end()
         return inference_pb2.CreateGenerationResponse(accepted=_accepted(committed, new.request_id))
 
     async def StreamGeneration(  # noqa: N802
@@ -105,20 +101,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncGenerator[inference_pb2.StreamGenerationResponse, None]:
         key = await self._authenticate(context)
         cursor = parse_cursor(request.cursor)
-        record = await self._parts.records.find(key.tenant.tenant_id, request.generation)
-        await _send_ids(context, record.generation_id, record.request_id)
-        accepted = types_pb2.Accepted(
-            generation_id=record.generation_id,
-            request_id=record.request_id,
-            created=False,
-            state=encode_state(record.state),
-            prompt_tokens=record.num_prompt_tokens,
-        )
-        yield inference_pb2.StreamGenerationResponse(accepted=accepted)
-        span = trace.get_current_span()
-        async with aclosing(self._deltas(record.generation_id, cursor, span)) as deltas:
-            async for delta in deltas:
-                yield inference_pb2.StreamGenerationResponse(delta=delta)
+        with self._parts.hub.hold():
+            record = await self._parts.records.find(key.tenant.tenant_id, request.generation)
+            await _send_ids(context, record.generation_id, record.request_id)
+            yield inference_pb2.StreamGenerationResponse(accepted=_accepted_again(record))
+            span = trace.get_current_span()
+            async with aclosing(self._deltas(record.generation_id, cursor, span)) as deltas:
+                async for delta in deltas:
+                    yield inference_pb2.StreamGenerationResponse(delta=delta)
 
     async def _deltas(
         self, generation_id: GenerationId, cursor: Cursor, parent: trace.Span
@@ -216,8 +206,15 @@ async def _send_ids(context: Any, generation_id: str, request_id: str) -> None:
     await context.send_initial_metadata((("x-generation-id", generation_id), ("x-request-id", request_id)))
 
 
-def _attributes(new: NewRequest) -> dict[str, str]:
-    return {"generation_id": new.generation_id, "request_id": new.request_id}
+@contextmanager
+def _span(name: str, new: NewRequest) -> Iterator[trace.Span]:
+    """A span that is handed on by hand: a stream's generator must not leave it current between messages."""
+    attributes = {"generation_id": new.generation_id, "request_id": new.request_id}
+    span = tracer().start_span(name, attributes=attributes)
+    try:
+        yield span
+    finally:
+        span.end()
 
 
 def _accepted(committed: Committed, request_id: str) -> types_pb2.Accepted:
@@ -227,4 +224,14 @@ def _accepted(committed: Committed, request_id: str) -> types_pb2.Accepted:
         created=committed.created,
         state=encode_state(committed.state),
         prompt_tokens=committed.prompt_tokens,
+    )
+
+
+def _accepted_again(record: GenerationRecord) -> types_pb2.Accepted:
+    return types_pb2.Accepted(
+        generation_id=record.generation_id,
+        request_id=record.request_id,
+        created=False,
+        state=encode_state(record.state),
+        prompt_tokens=record.num_prompt_tokens,
     )

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -55,7 +55,9 @@ class StreamHub:
         self._idle = asyncio.Event()
         self._idle.set()
         self._next_watch_at = clock() + limits.watch_refresh.total_seconds()
+        self._num_calls = 0
         self._refusal: SluiceError | None = None
+        self._last_word: SluiceError | None = None
 
     @property
     def is_draining(self) -> bool:
@@ -65,17 +67,17 @@ class StreamHub:
         await self._connected.wait()
 
     async def wait_idle(self) -> None:
-        """Until no stream is left."""
+        """Until no call is left."""
         await self._idle.wait()
 
     def open(self, generation_id: GenerationId, cursor: Cursor) -> Subscription:
-        """Registers a reader; from now on it gets pushes. Raises UnavailableError when the gateway drains."""
-        self.check_open()
+        """Registers a reader; from now on it gets pushes. Raises what `close_all` was given."""
+        if self._last_word is not None:
+            raise self._last_word
         subscription = Subscription(
             generation_id, cursor, max_items=self._limits.max_buffered_pushes, clock=self._clock
         )
         self._subscriptions.setdefault(generation_id, set()).add(subscription)
-        self._idle.clear()
         return subscription
 
     def close(self, subscription: Subscription) -> None:
@@ -86,20 +88,28 @@ class StreamHub:
         if not readers:
             self._subscriptions.pop(subscription.generation_id, None)
             self._to_unwatch.add(subscription.generation_id)
-        if not self._subscriptions:
-            self._idle.set()
 
-    def check_open(self) -> None:
-        """Raises what `refuse_new` was given."""
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Around a call from its beginning to its end: a drain waits for it. Raises what `refuse_new` was given."""
         if self._refusal is not None:
             raise self._refusal
+        self._num_calls += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                self._idle.set()
 
     def refuse_new(self, error: SluiceError) -> None:
-        """New streams are refused with `error`; those that run go on."""
+        """New calls are refused with `error`; those that run go on."""
         self._refusal = error
 
     def close_all(self, error: SluiceError) -> None:
-        """Ends every stream with `error` after what it has already got."""
+        """Ends every stream with `error` after what it has already got, those too that open later."""
+        self._last_word = error
         for readers in self._subscriptions.values():
             for subscription in readers:
                 subscription.fail(error)

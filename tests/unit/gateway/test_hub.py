@@ -190,3 +190,21 @@ async def test_ending_all_streams_lets_each_read_what_it_has() -> None:
     assert await reader.next() == push(1)
     with pytest.raises(UnavailableError):
         await reader.next()
+
+
+async def test_a_drain_waits_for_calls_that_began_before_it_and_lets_them_open_their_stream() -> None:
+    """A call that was accepted and has not opened its stream yet counts as running."""
+    rig = Rig()
+    with rig.hub.hold():
+        rig.hub.refuse_new(UnavailableError("draining"))
+        idle = asyncio.create_task(rig.hub.wait_idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+        rig.hub.close(rig.hub.open(GENERATION, Cursor()))
+        with pytest.raises(UnavailableError), rig.hub.hold():
+            pass
+        assert not idle.done()
+    await asyncio.wait_for(idle, 5)
+    rig.hub.close_all(UnavailableError("over"))
+    with pytest.raises(UnavailableError):
+        rig.hub.open(GENERATION, Cursor())
