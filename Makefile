@@ -4,9 +4,9 @@ PYTHON ?= python3
 # index of CPU wheels before the first run.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN := $(abspath $(VENV)/bin)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-READY := $(VENV)/.installed
+READY := $(abspath $(VENV))/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help demo up test test-fast lint fmt protos protos-check clean
@@ -37,17 +37,17 @@ lint: $(READY) protos-check ## ruff, mypy strict, import rules, buf
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	cd protos && ../$(BIN)/buf lint
+	cd protos && $(BIN)/buf lint
 
 fmt: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
 protos: $(READY) ## regenerate protos/gen
-	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(CURDIR)/$(BIN)/python protos/generate.sh
+	PATH="$(BIN):$$PATH" PYTHON=$(BIN)/python protos/generate.sh
 
 protos-check: $(READY) ## fail when protos/gen is not what the .proto files say
-	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON=$(CURDIR)/$(BIN)/python protos/check_generated.sh
+	PATH="$(BIN):$$PATH" PYTHON=$(BIN)/python protos/check_generated.sh
 
 clean: ## remove the virtual environment and caches; data under .sluice/ stays
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
