@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from state_store.postgres.store import PostgresStore
 
 from sluice.commands.models import DEFAULT_MODEL, DEFAULT_SIMULATED_MODEL, require_model
 from sluice.console import PrefixedLog
@@ -19,6 +18,7 @@ from sluice.keys import LOCAL_TENANT, keep_or_create_key
 from sluice.local.server_state import write_private
 from sluice.local.stack import LocalStack, StackSettings
 from state_store.postgres.migrate import upgrade
+from state_store.postgres.store import PostgresStore
 
 _START_TIMEOUT_S = 180.0
 _SUPERVISE_S = 0.25
