@@ -16,6 +16,7 @@ help: ## this list
 
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable '.[dev]'
 	touch $@

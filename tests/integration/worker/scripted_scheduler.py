@@ -28,6 +28,7 @@ class ScriptedStream:
         self.answers = answers
         self.acks = acks
         self.code = None
+        self.has_lost_write = False
         self.channel = open_channel(address)
         self.call = worker_pb2_grpc.WorkerServiceStub(self.channel).Session(metadata=metadata)
         self.opening = worker_pb2.Open(session_id=session_id, owner_epoch=owner_epoch, scheduler_id=scheduler_id)
@@ -101,15 +102,20 @@ class ScriptedStream:
     async def position(self, number, generation_id="g"):
         await eventually(lambda: bool(self.deltas[generation_id]) and self.deltas[generation_id][-1].last >= number)
 
-    async def closed(self):
+    async def closes_with(self, code):
+        """A write that meets the end of the stream makes gRPC's client report INTERNAL instead of what the server said."""
         await eventually(lambda: self.code is not None)
-        return self.code
+        assert self.code is code or (self.has_lost_write and self.code is grpc.StatusCode.INTERNAL), self.code
 
     # -- what it says
 
     async def say(self, **message):
         async with self.writing:  # gRPC takes one write at a time
-            await self.call.write(worker_pb2.SessionRequest(**message))
+            try:
+                await self.call.write(worker_pb2.SessionRequest(**message))
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                self.has_lost_write = True
+                raise
 
     async def assign(self, *assignments):
         await self.say(assign=worker_pb2.Assign(assignments=assignments))

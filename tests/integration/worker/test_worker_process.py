@@ -108,7 +108,7 @@ async def test_a_worker_announces_itself_serves_its_session_and_drains_at_sigter
         expected = expected_output(prompt_token_ids=encode("hello"), prior_output=[], seed=0, nonce=0, count=20)
         assert list(stream.output().token_ids) == expected
         await stream.end_ack()
-        assert await stream.closed() is grpc.StatusCode.OK
+        await stream.closes_with(grpc.StatusCode.OK)
         assert await asyncio.wait_for(worker.wait(), 10) == 0
     spans = [json.loads(line) for path in tmp_path.glob("gpu_worker-*.jsonl") for line in path.read_text().splitlines()]
     by_name = {span["name"]: span for span in spans}
@@ -130,7 +130,7 @@ async def test_what_does_not_finish_in_the_drain_time_is_left_to_others(model_di
         await stream.assign(assignment(max_output_tokens=1000))
         await stream.position(1)
         worker.send_signal(signal.SIGTERM)
-        assert await stream.closed() is grpc.StatusCode.OK
+        await stream.closes_with(grpc.StatusCode.OK)
         assert await asyncio.wait_for(worker.wait(), 10) == 0
         assert not stream.ends
 
@@ -140,7 +140,7 @@ async def test_the_death_of_the_engine_ends_the_session_and_a_new_one_begins(mod
     async with worker_process(model_directory, addresses[:1], settings={"has_prompt_faults": True}):
         stream = await desk.stream()
         await stream.assign(assignment(prompt="<<fault:crash-once-after=3>>"))
-        assert await stream.closed() is grpc.StatusCode.ABORTED
+        await stream.closes_with(grpc.StatusCode.ABORTED)
         assert stream.output().last <= 3
         again = await desk.stream(1)
         assert desk.announcements[-1].session_id != desk.announcements[0].session_id
