@@ -10,8 +10,6 @@ from gateway.chat_template import Message
 from gateway.tokenization import TextEncoder
 from tests.support.tiny_models import make_simulated_model
 
-SMOLLM2 = Path(__file__).parents[3] / ".sluice" / "models" / "smollm2-135m-instruct"
-
 TEXTS = [
     "The capital of France is",
     " leading and trailing ",
@@ -76,13 +74,14 @@ def test_a_small_tokenizer_gives_the_same_ids(
 
 
 @pytest.mark.model
-@pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="the model is not in the local cache")
 @pytest.mark.parametrize("template", [None, *TEMPLATES])
-def test_smollm2s_tokenizer_gives_the_same_ids(tmp_path: Path, auto_tokenizer: Any, template: str | None) -> None:
-    directory = SMOLLM2
+def test_smollm2s_tokenizer_gives_the_same_ids(
+    tmp_path: Path, smollm2: Path, auto_tokenizer: Any, template: str | None
+) -> None:
+    directory = smollm2
     if template is not None:
         directory = tmp_path
         for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-            (directory / name).write_text((SMOLLM2 / name).read_text())
+            (directory / name).write_text((smollm2 / name).read_text())
         (directory / "chat_template.jinja").write_text(template)
     assert_equal(directory, auto_tokenizer)
