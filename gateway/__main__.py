@@ -36,6 +36,7 @@ def read_config(environment: Environment) -> GatewayConfig:
         log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", _LOG_LEVELS),
         log_format=environment.choice("SLUICE_LOG_FORMAT", "json", tuple(LogFormat)),
         internal_token=environment.optional_text("SLUICE_INTERNAL_TOKEN"),
+        crash_file=environment.optional_path("SLUICE_CRASH_FILE"),
         drain=environment.seconds("SLUICE_DRAIN_S", timedelta(seconds=20), minimum=timedelta(0), maximum=_MAX_DRAIN),
         start_timeout=environment.seconds(
             "SLUICE_START_TIMEOUT_S", timedelta(seconds=60), minimum=timedelta(seconds=1), maximum=_MAX_DRAIN

@@ -20,6 +20,7 @@ from gateway.streaming.stream import StreamOpener
 from gateway.submit import Submitter
 from gateway.tokenization import TokenizationPool
 from inference.v1 import inference_pb2_grpc
+from service_kit.crash_point import CrashPoints
 from service_kit.errors import Reason, UnavailableError
 from service_kit.grpc_server import GrpcServer
 from service_kit.ids import GatewayId, GenerationId
@@ -62,7 +63,9 @@ class GatewayApp:
         self.hub = StreamHub(gateway_id=gateway_id, log=log, store=generations, limits=config.streams, clock=clock)
         self._scheduler = SchedulerClient(config.schedulers, internal_token=config.internal_token)
         encoder = PromptEncoder(self._pool, max_prompt_bytes=config.tokenization.max_prompt_bytes)
-        submitter = Submitter(scheduler=self._scheduler, quota=quota, store=generations)
+        submitter = Submitter(
+            scheduler=self._scheduler, quota=quota, store=generations, crash_points=CrashPoints(config.crash_file)
+        )
         servicer = InferenceServicer(
             GatewayParts(
                 authenticator=Authenticator(keys, now=now),

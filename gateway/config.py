@@ -35,7 +35,7 @@ class TokenizationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """Everything the gateway is told from outside."""
+    """Everything the gateway is told from outside. `crash_file` arms the crash points of tests."""
 
     postgres_dsn: str = field(repr=False)
     redis_url: str = field(repr=False)
@@ -52,3 +52,4 @@ class GatewayConfig:
     models_rescan: timedelta = timedelta(seconds=5)
     streams: StreamLimits = StreamLimits()
     tokenization: TokenizationLimits = TokenizationLimits()
+    crash_file: Path | None = None

@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from gateway.scheduler_client import SchedulerClient
 from gateway.validation import DeliveryTimes
 from inference.internal.v1 import scheduler_pb2, worker_pb2
+from service_kit.crash_point import CrashPoints
 from service_kit.errors import QuotaExceededError, SluiceError, UnavailableError
 from service_kit.ids import GenerationId, RequestId, TenantId
 from service_kit.logging import get_logger
@@ -50,7 +51,15 @@ class Committed:
 class Submitter:
     """Reserves quota and submits. A reservation is leased: one that this process loses is given back by itself."""
 
-    def __init__(self, *, scheduler: SchedulerClient, quota: QuotaPort, store: GenerationStore) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: SchedulerClient,
+        quota: QuotaPort,
+        store: GenerationStore,
+        crash_points: CrashPoints | None = None,
+    ) -> None:
+        self._crash_points = crash_points or CrashPoints()
         self._scheduler = scheduler
         self._quota = quota
         self._store = store
@@ -63,6 +72,7 @@ class Submitter:
         """
         with tracer().start_as_current_span("gateway.submit"):
             await self._reserve(submission)
+            self._crash_points.hit("quota.reserved")
             try:
                 response = await self._scheduler.submit(encode_submit(submission))
             except SluiceError:

@@ -240,6 +240,10 @@ class WorkerSession:
         if not unknown:
             return {}
         records = await self._around.store.get_many([attempt.ref.generation_id for attempt in unknown])
+        # A final row whose log was not closed: its coordinator died in between.
+        await self._around.coordinator.close_logs(
+            record for record in records if record is not None and record.state.is_terminal
+        )
         verdicts: dict[AttemptRef, NewsResult] = {}
         adopted: list[tuple[AttemptRef, int]] = []
         for attempt, record in zip(unknown, records, strict=True):

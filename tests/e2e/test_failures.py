@@ -146,24 +146,6 @@ async def test_everything_killed_at_once_continues_at_the_next_token(stack: Runn
     assert row == {"rows": 1, "tokens": NUM_TOKENS}
 
 
-@pytest.mark.parametrize("place", ["submit.committed", "queue.popped", "grant.committed", "finish.committed"])
-async def test_a_scheduler_that_dies_between_two_steps_loses_no_request(stack: RunningStack, place: str) -> None:
-    prompt = f"crash at {place}"
-    stack.crash_file.write_text(place)
-
-    async def restart_the_dead() -> bool:
-        for name in stack.names(Service.SCHEDULER):
-            stack.local.start_service(name)
-        return not stack.crash_file.exists()
-
-    async with stack.client() as client:
-        reader = Reader(client.generate(MODEL, prompt, sampling=Sampling(max_output_tokens=30, seed=3)))
-        await eventually(restart_the_dead, what=f"a scheduler dies at {place}")
-        await restart_the_dead()
-        await reader.until_end()
-    assert reader.token_ids == simulated_output(prompt, seed=3, count=30)
-
-
 async def test_a_request_that_kills_every_worker_fails_and_its_neighbours_go_on(stack: RunningStack) -> None:
     async with stack.client() as client:
         neighbour = _start(client, "neighbour")

@@ -105,7 +105,7 @@ def _check(reference: Reference, prompt_ids: list[int], wanted: list[int], got: 
     pairs = zip([*wanted, None], [*got, None], strict=False)
     place = next(number for number, (left, right) in enumerate(pairs) if left != right)
     gap = reference.top2_gap(prompt_ids + wanted[:place])
-    print(f"first difference {how} at token {place + 1}: top-2 gap {gap:.2e}")  # noqa: T201
+    print(f"first difference {how} at token {place + 1}: top-2 gap {gap:.2e}")
     assert gap < NEAR_TIE, f"{how}: token {place + 1} differs although the reference's top-2 gap is {gap:.2e}"
 
 
@@ -154,7 +154,7 @@ async def test_a_short_request_that_arrives_last_overtakes_long_ones_in_a_large_
     spans = await _decode_spans(real_stack, generation_ids[-1])
     largest = max(int(span["attributes"]["largest_batch"]) for span in spans)
     waste = max(float(span["attributes"]["kv_waste"]) for span in spans)
-    print(f"largest batch {largest}, KV waste at the end of a sequence {waste:.1%}")  # noqa: T201
+    print(f"largest batch {largest}, KV waste at the end of a sequence {waste:.1%}")
     assert largest >= 12
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 from psycopg.rows import dict_row
+from redis import Redis
 
 from gpu_worker.artifacts.simulated_model import BOS_TOKEN_ID
 from gpu_worker.engine.simulated_tokens import expected_output
@@ -97,6 +98,11 @@ class RunningStack:
         except AssertionError as error:
             tails = {name: self.local.services[name].log_tail(12) for name in waiting}
             raise AssertionError(f"not serving: {tails}") from error
+
+    def cut_subscriptions(self) -> None:
+        """Every gateway loses its connection for pushes, and what is published before it is back."""
+        with Redis.from_url(self.local.valkey.url) as redis:
+            redis.client_kill_filter(_type="pubsub", skipme=True)
 
     def row(self, query: str, *parameters: Any) -> dict[str, Any] | None:
         """First row of a query on the durable record."""
