@@ -7,13 +7,14 @@ from google.protobuf.duration_pb2 import Duration
 
 from gateway.scheduler_client import SchedulerClient
 from gateway.validation import DeliveryTimes
-from inference.internal.v1 import scheduler_pb2, worker_pb2
+from inference.internal.v1 import scheduler_pb2
 from service_kit.crash_point import CrashPoints
 from service_kit.errors import QuotaExceededError, SluiceError, UnavailableError
 from service_kit.ids import GenerationId, RequestId, TenantId
 from service_kit.logging import get_logger
 from service_kit.model_manifest import ModelManifest
 from service_kit.sampling import SamplingParams
+from service_kit.sampling_codec import encode_sampling
 from service_kit.telemetry import tracer
 from state_store.model import ApiKey, PriorityClass, State
 from state_store.ports import GenerationStore, QuotaCharge, QuotaPort
@@ -127,25 +128,12 @@ def encode_submit(submission: Submission) -> scheduler_pb2.SubmitRequest:
         precision=manifest.precision,
         priority=submission.priority_class.rank,
         prompt_token_ids=submission.prompt_token_ids,
-        sampling=_encode_sampling(submission.sampling),
+        sampling=encode_sampling(submission.sampling),
         has_seed=submission.has_seed,
         grace=_duration(times.grace),
         queue_timeout=_duration(times.queue_timeout),
         deadline=_duration(times.deadline),
         traceparent=submission.traceparent,
-    )
-
-
-def _encode_sampling(params: SamplingParams) -> worker_pb2.SamplingParams:
-    return worker_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        seed=params.seed,
-        max_output_tokens=params.max_output_tokens,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
     )
 
 

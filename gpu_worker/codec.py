@@ -8,7 +8,7 @@ from gpu_worker.session_stream import BatchMessage, OutgoingMessage, StateMessag
 from inference.internal.v1 import worker_pb2
 from service_kit.errors import InvalidArgumentError
 from service_kit.ids import GenerationId, SessionId
-from service_kit.sampling import InvalidSamplingError, SamplingParams
+from service_kit.sampling_codec import decode_sampling
 
 _ACTIONS = {
     worker_pb2.VERDICT_ACTION_KEEP: VerdictAction.KEEP,
@@ -32,7 +32,7 @@ def decode_assignment(message: worker_pb2.Assignment, ref: AttemptRef) -> Assign
         ref=ref,
         prompt_token_ids=tuple(message.prompt_token_ids),
         output_token_ids=tuple(message.output_token_ids),
-        sampling=_decode_sampling(message.sampling),
+        sampling=decode_sampling(message.sampling, field="assign.assignments.sampling"),
         priority=message.priority,
         nonce=message.nonce,
         traceparent=message.traceparent,
@@ -45,22 +45,6 @@ def decode_verdict(message: worker_pb2.AttemptVerdict) -> tuple[AttemptRef, Verd
     if action is None:
         raise InvalidArgumentError("verdict.attempts.action", "is not set")
     return decode_ref(message.attempt), action, message.resend_from
-
-
-def _decode_sampling(message: worker_pb2.SamplingParams) -> SamplingParams:
-    try:
-        return SamplingParams(
-            max_output_tokens=message.max_output_tokens,
-            temperature=message.temperature,
-            top_k=message.top_k,
-            top_p=message.top_p,
-            seed=message.seed,
-            stop=tuple(message.stop),
-            stop_token_ids=tuple(message.stop_token_ids),
-            ignore_eos=message.ignore_eos,
-        )
-    except InvalidSamplingError as error:
-        raise InvalidArgumentError(f"assign.assignments.sampling.{error.field}", str(error)) from error
 
 
 def encode_outgoing(

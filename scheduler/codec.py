@@ -13,7 +13,8 @@ from scheduler.policy import WorkerEnd
 from service_kit.delta import Delta
 from service_kit.errors import InvalidArgumentError
 from service_kit.ids import GenerationId, KeyId, RequestId, SchedulerId, SessionId, TenantId
-from service_kit.sampling import FinishReason, InvalidSamplingError, SamplingParams
+from service_kit.sampling import FinishReason
+from service_kit.sampling_codec import decode_sampling, encode_sampling
 from state_store.model import GenerationRecord, ModelKey, NewGeneration, NewSession, PriorityClass
 from state_store.ports import AttemptRef
 
@@ -49,7 +50,7 @@ def decode_submit(request: scheduler_pb2.SubmitRequest) -> NewGeneration:
         model_key=ModelKey(revision=request.model_revision, precision=request.precision),
         priority_class=PriorityClass.from_rank(request.priority),
         prompt_token_ids=tuple(request.prompt_token_ids),
-        sampling=_decode_sampling(request.sampling),
+        sampling=decode_sampling(request.sampling, field="sampling"),
         grace=_optional_duration(request, "grace"),
         queue_timeout=_duration(request.queue_timeout),
         deadline=_optional_duration(request, "deadline"),
@@ -67,35 +68,6 @@ def _duration(value: duration_pb2.Duration) -> timedelta:
 
 def _optional_duration(request: Message, field: str) -> timedelta | None:
     return _duration(getattr(request, field)) if request.HasField(field) else None
-
-
-def _decode_sampling(sampling: worker_pb2.SamplingParams) -> SamplingParams:
-    try:
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed,
-            max_output_tokens=sampling.max_output_tokens,
-            stop=tuple(sampling.stop),
-            stop_token_ids=tuple(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-        )
-    except InvalidSamplingError as error:
-        raise _invalid(f"sampling.{error.field}", str(error)) from error
-
-
-def _encode_sampling(sampling: SamplingParams) -> worker_pb2.SamplingParams:
-    return worker_pb2.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        max_output_tokens=sampling.max_output_tokens,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-    )
 
 
 def decode_announcement(request: scheduler_pb2.AnnounceWorkerRequest, *, scheduler_id: SchedulerId) -> NewSession:
@@ -176,7 +148,7 @@ def encode_assignment(
         attempt=record.attempt,
         prompt_token_ids=record.prompt_token_ids,
         output_token_ids=output_token_ids,
-        sampling=_encode_sampling(record.sampling),
+        sampling=encode_sampling(record.sampling),
         priority=record.priority_class.rank,
         nonce=record.nonce,
         traceparent=traceparent,

@@ -10,12 +10,12 @@ from enum import StrEnum
 from typing import assert_never
 
 from scheduler.batcher import Batcher
-from scheduler.policy import WorkerEnd, finish_from_worker, log_end_of
+from scheduler.policy import WorkerEnd, finish_from_worker
 from service_kit.crash_point import CrashPoints
 from service_kit.delta import Delta, join
 from service_kit.errors import Reason
 from service_kit.logging import get_logger
-from state_store.delta_log.port import AppendItem, AppendStatus, DeltaLogWriter, LogView, OpenItem, SealItem
+from state_store.delta_log.port import AppendItem, AppendStatus, DeltaLogWriter, LogEnd, LogView, OpenItem, SealItem
 from state_store.model import Finish, GenerationRecord, State
 from state_store.ports import AttemptRef, FinishKind, GenerationStore, QuotaPort
 
@@ -227,7 +227,7 @@ class Coordinator:
             return
         await self._log.seal_many(
             [
-                SealItem(generation_id=record.generation_id, attempt=record.attempt, terminal=log_end_of(record))
+                SealItem(generation_id=record.generation_id, attempt=record.attempt, terminal=LogEnd.of(record))
                 for record in finals
             ]
         )

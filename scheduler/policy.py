@@ -7,7 +7,6 @@ from scheduler.queue.port import QueueEntry, Room
 from service_kit.delta import Cursor, Delta
 from service_kit.errors import Reason
 from service_kit.sampling import FinishReason
-from state_store.delta_log.port import LogEnd
 from state_store.model import CancelCause, Finish, GenerationRecord, State
 from state_store.transitions import has_attempts_left
 
@@ -76,20 +75,6 @@ def _cancel_message(cause: CancelCause) -> str:
         CancelCause.QUEUE_TIMEOUT: "no worker took it before its queue timeout",
         CancelCause.DEADLINE: "its deadline passed",
     }[cause]
-
-
-def log_end_of(record: GenerationRecord) -> LogEnd:
-    """What readers need to know of a final row."""
-    return LogEnd(
-        state=record.state,
-        output_tokens=record.output_tokens,
-        prompt_tokens=record.num_prompt_tokens,
-        cached_prompt_tokens=record.cached_prompt_tokens,
-        finish_reason=record.finish_reason,
-        matched_stop=record.matched_stop,
-        error_reason=record.error_reason,
-        error_message=record.error_message,
-    )
 
 
 def queue_entry_of(record: GenerationRecord, *, output_tokens: int = 0) -> QueueEntry:

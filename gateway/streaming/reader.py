@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 from service_kit.delta import ChainMismatchError, Cursor, Delta, rest_after
-from service_kit.sampling import FinishReason
 from state_store.delta_log.port import LogEnd, LogView, Push
 from state_store.model import GenerationRecord
 
@@ -93,7 +92,7 @@ class OutputReader:
         """The durable row; only a final one changes anything."""
         self._is_record_read = True
         if record.state.is_terminal:
-            self._note_end(end_of_record(record))
+            self._note_end(LogEnd.of(record))
             self._is_log_exhausted = True
         self._settle()
         return []
@@ -164,17 +163,3 @@ class OutputReader:
 
     def _is_at_end(self, end: LogEnd) -> bool:
         return self._is_verified and self.cursor.sequence_number == end.output_tokens
-
-
-def end_of_record(record: GenerationRecord) -> LogEnd:
-    """The end of a final record as readers need it."""
-    return LogEnd(
-        state=record.state,
-        output_tokens=record.output_tokens,
-        prompt_tokens=record.num_prompt_tokens,
-        cached_prompt_tokens=record.cached_prompt_tokens,
-        finish_reason=FinishReason(record.finish_reason) if record.finish_reason else None,
-        matched_stop=record.matched_stop,
-        error_reason=record.error_reason,
-        error_message=record.error_message,
-    )

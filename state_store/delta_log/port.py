@@ -17,7 +17,7 @@ from typing import Protocol
 from service_kit.delta import Cursor, Delta
 from service_kit.ids import GatewayId, GenerationId
 from service_kit.sampling import FinishReason
-from state_store.model import State
+from state_store.model import GenerationRecord, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,20 @@ class LogEnd:
     matched_stop: str | None = None
     error_reason: str | None = None
     error_message: str | None = None
+
+    @classmethod
+    def of(cls, record: GenerationRecord) -> "LogEnd":
+        """The end that a final row says."""
+        return cls(
+            state=record.state,
+            output_tokens=record.output_tokens,
+            prompt_tokens=record.num_prompt_tokens,
+            cached_prompt_tokens=record.cached_prompt_tokens,
+            finish_reason=record.finish_reason,
+            matched_stop=record.matched_stop,
+            error_reason=record.error_reason,
+            error_message=record.error_message,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
