@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scheduler.output import combine
+from scheduler.output import BrokenOutputError, combine
 from service_kit.delta import Delta
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter, LogView, OpenItem
@@ -71,7 +71,13 @@ class Assignments:
                 _log.warning("log_open_refused", generation_id=record.generation_id, attempt=record.attempt)
                 outputs.append(None)
                 continue
-            whole: Delta | None = combine(stored.get(record.generation_id), view)
+            try:
+                whole: Delta | None = combine(stored.get(record.generation_id), view)
+            except BrokenOutputError:
+                # Not assigned, so the attempt is given back; the bound on attempts ends it if that does not help.
+                _log.exception("output_broken", generation_id=record.generation_id, attempt=record.attempt)
+                outputs.append(None)
+                continue
             outputs.append(whole.token_ids if whole is not None else ())
             if whole is not None and record.attempt > 1:
                 writes.append(ChunkWrite(generation_id=record.generation_id, attempt=record.attempt, output=whole))

@@ -62,6 +62,9 @@ class Dispatcher:
             except UnavailableError as error:
                 _log.warning("dispatch_unavailable", reason=error.reason)
                 pause_s = _UNAVAILABLE_PAUSE_S
+            except Exception:  # noqa: BLE001 - one bad round must not end the scheduler
+                _log.exception("dispatch_failed")
+                pause_s = _UNAVAILABLE_PAUSE_S
             try:
                 await asyncio.wait_for(self._wake.wait(), timeout=pause_s)
             except TimeoutError:

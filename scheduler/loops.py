@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from service_kit.errors import SluiceError, UnavailableError
+from service_kit.errors import UnavailableError
 from service_kit.logging import get_logger
 
 _log = get_logger()
@@ -17,6 +17,6 @@ async def every(interval_s: float, run_once: Callable[[], Awaitable[None]], *, n
             await run_once()
         except UnavailableError as error:
             _log.warning("loop_unavailable", loop=name, reason=error.reason)
-        except SluiceError:
+        except Exception:  # noqa: BLE001 - one bad round must not end the scheduler
             _log.exception("loop_failed", loop=name)
         await asyncio.sleep(interval_s)

@@ -138,10 +138,12 @@ class WorkerSession:
         writer = asyncio.create_task(self._writer.run())
         connection = asyncio.create_task(self._stay_connected())
         try:
-            await asyncio.wait([writer, connection], return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
-                _log.error("session_writer_failed", session_id=self.session.session_id, error=repr(writer.exception()))
-                return SessionExit.LOST
+            done, _ = await asyncio.wait([writer, connection], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if (error := task.exception()) is not None:
+                    # What it says cannot be understood: the worker is not to be trusted with more.
+                    _log.error("session_failed", session_id=self.session.session_id, exc_info=error)
+                    return SessionExit.LOST
             return connection.result()
         finally:
             tasks = [writer, connection, *self._tasks]
