@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 from inference.internal.v1 import scheduler_pb2_grpc
@@ -18,6 +18,7 @@ from service_kit.telemetry import setup_tracing
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.postgres.migrate import wait_for_schema
+from state_store.postgres.partitions import ensure_partitions
 from state_store.postgres.store import PostgresStore
 
 _log = get_logger()
@@ -26,6 +27,7 @@ STARTUP_PATIENCE = timedelta(minutes=2)
 RENEW_S = 1.0
 COMPARE_S = 1.0
 REAP_S = 1.0
+PARTITION_S = 3600.0
 
 
 async def serve(config: SchedulerConfig) -> None:
@@ -49,6 +51,9 @@ async def serve(config: SchedulerConfig) -> None:
                 tasks.create_task(every(RENEW_S, parts.registry.renew_once, name="renew")),
                 tasks.create_task(every(COMPARE_S, parts.registry.compare_once, name="compare")),
                 tasks.create_task(every(REAP_S, parts.reaper.run_once, name="reaper")),
+                tasks.create_task(
+                    every(PARTITION_S, partial(_create_partitions, config.postgres_dsn), name="partitions")
+                ),
             ]
             port = await server.start()
             await server.set_serving(is_serving=True)
@@ -64,6 +69,13 @@ async def serve(config: SchedulerConfig) -> None:
     finally:
         await store.close()
         await redis.aclose()
+
+
+async def _create_partitions(dsn: str) -> None:
+    """Those of the coming days; what no partition was made for lies in the default one."""
+    created = await asyncio.to_thread(ensure_partitions, dsn, datetime.now(tz=UTC))
+    if created:
+        _log.info("partitions_created", count=len(created))
 
 
 def main() -> None:

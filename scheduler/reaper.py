@@ -10,10 +10,11 @@ from scheduler.queue.port import AdmissionQueue
 from scheduler.recovery import Recovery
 from scheduler.session_registry import SessionRegistry
 from service_kit.delta import Cursor
-from service_kit.errors import SluiceError, UnavailableError
+from service_kit.errors import UnavailableError
 from service_kit.ids import GenerationId, minted_at
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter
+from state_store.errors import StoreUnavailableError
 from state_store.model import AttemptOutcome, CancelCause, GenerationRecord, ModelKey
 from state_store.ports import AttemptRef, GenerationStore, SessionStore
 
@@ -80,10 +81,12 @@ class Reaper:
         for step in steps:
             try:
                 await step()
-            except UnavailableError as error:
+            except StoreUnavailableError as error:
                 self._readable_since_s = None
                 _log.warning("reaper_step_unavailable", step=step.__name__, reason=error.reason)
-            except SluiceError:
+            except UnavailableError as error:
+                _log.warning("reaper_step_unavailable", step=step.__name__, reason=error.reason)
+            except Exception:  # noqa: BLE001 - one bad row must not keep the other repairs from running
                 _log.exception("reaper_step_failed", step=step.__name__)
 
     async def rebuild_queue(self) -> None:
