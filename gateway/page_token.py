@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from service_kit.errors import InvalidArgumentError
-from service_kit.ids import GenerationId
+from service_kit.ids import GenerationId, is_generation_id
 from state_store.model import State
 
 _VERSION = 1
@@ -25,9 +25,9 @@ def decode_page_token(token: str, states: Sequence[State]) -> GenerationId | Non
     try:
         fields = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
         version, before, token_states = fields
-    except (ValueError, TypeError, binascii.Error):
+    except (ValueError, TypeError, RecursionError, binascii.Error):
         raise InvalidArgumentError("page_token", "is no page token") from None
-    if version != _VERSION or not isinstance(before, str):
+    if version != _VERSION or not isinstance(before, str) or not is_generation_id(before):
         raise InvalidArgumentError("page_token", "is no page token")
     if token_states != [state.value for state in states]:
         raise InvalidArgumentError("page_token", "was made with other states")

@@ -29,3 +29,11 @@ def new_session_id() -> SessionId:
 def minted_at(generation_id: GenerationId) -> datetime:
     """The moment in the id: its first 48 bits are Unix milliseconds (RFC 9562)."""
     return datetime.fromtimestamp((UUID(generation_id).int >> 80) / 1000, tz=UTC)
+
+
+def is_generation_id(text: str) -> bool:
+    """Whether `text` can name a generation at all: a UUID in canonical form. Others are unknown ids, not errors."""
+    try:
+        return str(UUID(text)) == text
+    except ValueError:
+        return False

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
 
-from service_kit.ids import GenerationId, SessionId
+from service_kit.ids import GenerationId, SessionId, is_generation_id
 from state_store.decisions import decide_grant, decide_requeue
 from state_store.model import CancelCause, GenerationRecord, State
 from state_store.ports import (
@@ -25,7 +25,7 @@ Records = dict[GenerationId, GenerationRecord]
 
 def known_ids(generation_ids: Iterable[GenerationId]) -> list[GenerationId]:
     """Each id once, without those that no generation can have."""
-    return sorted({generation_id for generation_id in generation_ids if rows.is_generation_id(generation_id)})
+    return sorted({generation_id for generation_id in generation_ids if is_generation_id(generation_id)})
 
 
 def by_id(found: Iterable[rows.Row]) -> Records:
@@ -106,7 +106,7 @@ class PostgresAttempts(PostgresPart):
     async def record_attempt_ends(self, items: Sequence[AttemptEnd], *, now: datetime | None = None) -> list[bool]:
         firsts: dict[tuple[GenerationId, int], AttemptEnd] = {}
         for item in items:
-            if rows.is_generation_id(item.generation_id):
+            if is_generation_id(item.generation_id):
                 firsts.setdefault((item.generation_id, item.attempt), item)
 
         async def work(transaction: Transaction) -> set[tuple[str, int]]:
@@ -127,7 +127,7 @@ class PostgresAttempts(PostgresPart):
     ) -> list[GenerationRecord | None]:
         causes: dict[GenerationId, str] = {}
         for generation_id, cause in items:
-            if rows.is_generation_id(generation_id):
+            if is_generation_id(generation_id):
                 causes.setdefault(generation_id, cause.value)
 
         async def work(transaction: Transaction) -> Records:

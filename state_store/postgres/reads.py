@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from service_kit.ids import GenerationId, RequestId, TenantId
+from service_kit.ids import GenerationId, RequestId, TenantId, is_generation_id
 from state_store.decisions import overdue_cause
 from state_store.model import AttemptRecord, CancelCause, DeadLetter, GenerationRecord, LedgerRow, State
 from state_store.postgres import rows, statements
@@ -85,13 +85,13 @@ class PostgresReads(PostgresPart):
         return [(GenerationId(str(row["generation_id"])), row["grace"]) for row in found]
 
     async def attempts_of(self, generation_id: GenerationId) -> list[AttemptRecord]:
-        if not rows.is_generation_id(generation_id):
+        if not is_generation_id(generation_id):
             return []
         found = await self._database.fetch(_ATTEMPTS_OF, {"generation_id": generation_id})
         return [rows.attempt(row) for row in found]
 
     async def ledger_of(self, generation_id: GenerationId) -> list[LedgerRow]:
-        if not rows.is_generation_id(generation_id):
+        if not is_generation_id(generation_id):
             return []
         found = await self._database.fetch(_LEDGER_OF, {"generation_id": generation_id})
         return [rows.ledger_row(row) for row in found]

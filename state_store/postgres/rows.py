@@ -4,7 +4,6 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 from service_kit.delta import Cursor, Delta
 from service_kit.ids import GenerationId
@@ -59,14 +58,6 @@ def pack_texts(texts: Iterable[str]) -> tuple[bytes, list[int]]:
 def unpack_texts(packed: bytes, ends: Sequence[int]) -> tuple[str, ...]:
     starts = [0, *ends[:-1]]
     return tuple(packed[start:end].decode("utf-8", "surrogatepass") for start, end in zip(starts, ends, strict=True))
-
-
-def is_generation_id(text: str) -> bool:
-    """Whether `text` can name a generation at all: a UUID in canonical form. Others are unknown ids, not errors."""
-    try:
-        return str(UUID(text)) == text
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

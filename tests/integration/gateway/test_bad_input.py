@@ -1,3 +1,4 @@
+import base64
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from state_store.model import PriorityClass
 from tests.support.gateway import GatewayRig, add_key, bearer
 
 CONTEXT = 64
+ANY_UUID = "01900000-0000-7000-8000-000000000000"
 NAN = float("nan")
 
 
@@ -177,6 +179,11 @@ async def test_an_unknown_model_is_not_found(gateway: GatewayRig) -> None:
         assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
+def forged_token(text: str) -> str:
+    """A page token in the right wrapping."""
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
@@ -184,6 +191,10 @@ async def test_an_unknown_model_is_not_found(gateway: GatewayRig) -> None:
         (inference_pb2.ListGenerationsRequest(page_token="nonsense"), "page_token"),
         (inference_pb2.ListGenerationsRequest(page_token="W10"), "page_token"),
         (inference_pb2.ListGenerationsRequest(page_token="é"), "page_token"),
+        (inference_pb2.ListGenerationsRequest(page_token=forged_token('[1, "no generation id", []]')), "page_token"),
+        (inference_pb2.ListGenerationsRequest(page_token=forged_token(r'[1, "\u0000", []]')), "page_token"),
+        (inference_pb2.ListGenerationsRequest(page_token=forged_token(f'[1, "{{{ANY_UUID}}}", []]')), "page_token"),
+        (inference_pb2.ListGenerationsRequest(page_token=forged_token("[" * 100_000)), "page_token"),
         (inference_pb2.ListGenerationsRequest(states=[0]), "states"),
         (inference_pb2.ListGenerationsRequest(states=[99]), "states"),
     ],
