@@ -6,7 +6,7 @@ from scheduler.output import BrokenOutputError, combine
 from service_kit.delta import Delta
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter, LogView, OpenItem
-from state_store.model import GenerationRecord
+from state_store.model import GenerationRecord, State
 from state_store.ports import ChunkWrite, GenerationStore
 
 _log = get_logger()
@@ -47,7 +47,10 @@ class Assignments:
         return await self._outputs(records, views)
 
     async def reopen(self, record: GenerationRecord) -> Output | None:
-        """The output to assign again; None when the log has gone past this attempt."""
+        """The output to assign again; None when the attempt is over by the row, or by the log: that is past it or closed."""
+        now = (await self._store.get_many([record.generation_id]))[0]
+        if now is None or now.state is not State.RUNNING or now.attempt != record.attempt:
+            return None
         view = (await self._log.read_many([(record.generation_id, 0)]))[0]
         if not view.is_present or view.attempt < record.attempt:
             return (await self.open_many([record]))[0]

@@ -92,6 +92,14 @@ class AttemptTable:
                 known.is_seen = True
         return unknown
 
+    def note_unnamed(self, held: Sequence[HeldAttempt], now_s: float) -> None:
+        """A heartbeat names everything that its worker holds. What was seen before and is not in it is gone from there,
+        and overdue from now on: it was aborted over a log that is closed, or it ended while it was being adopted."""
+        named = {attempt.ref for attempt in held}
+        for known in self._by_generation.values():
+            if known.is_seen and known.ref not in named:
+                known.is_seen, known.expected_since_s = False, now_s
+
     def note_produced(self, refs: Iterable[AttemptRef]) -> None:
         for ref in refs:
             if (known := self.find(ref)) is not None:

@@ -213,6 +213,7 @@ class WorkerSession:
         self._around.on_room()
 
     def _on_heartbeat(self, held: list[HeldAttempt]) -> None:
+        self.table.note_unnamed(held, self._around.clock())
         unknown = [
             attempt
             for attempt in self.table.note_named(held)
@@ -266,9 +267,8 @@ class WorkerSession:
     async def _assign_again(self, attempt: ExpectedAttempt) -> None:
         _log.warning("assigned_again", generation_id=attempt.ref.generation_id, attempt=attempt.ref.attempt)
         output = await until_available(lambda: self._around.assignments.reopen(attempt.record))
-        if output is None:
-            self.table.forget(attempt.ref)
-        else:
+        # Where the log refuses, the attempt stays overdue: giving it back asks Postgres, which knows what became of it.
+        if output is not None:
             self.assign(attempt.ref, output)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

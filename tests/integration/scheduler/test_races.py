@@ -7,10 +7,10 @@ import pytest_asyncio
 
 from inference.internal.v1 import worker_pb2
 from service_kit.delta import Cursor, Delta, make_delta
-from state_store.delta_log.port import LogView
-from state_store.model import State
+from state_store.delta_log.port import LogView, SealItem
+from state_store.model import CancelCause, State
 from state_store.ports import GrantRequest
-from tests.support.polling import eventually
+from tests.support.polling import eventually, eventually_answers
 from tests.support.scheduler_rig import SchedulerRig, Stores, running_scheduler
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -192,3 +192,32 @@ async def test_a_paused_scheduler_cannot_open_an_emptied_log_for_an_attempt_that
     other_worker.say(generation_id, 2, delta(Cursor(), 1))
     await other_worker.until(lambda: any(v.resend_from == 1 for v in other_worker.verdicts()))
     assert (await log_of(pair, generation_id)).attempt == 2
+
+
+async def test_a_row_whose_recovery_died_between_seal_and_finish_is_ended_by_the_next_owner_of_its_session(
+    pair: Pair,
+) -> None:
+    # A cancelled attempt was taken back: its log is sealed, the row still says RUNNING on a session that lives.
+    record = await pair.first.submit()
+    generation_id = record.generation_id
+    assert await pair.first.dispatch()
+    await pair.worker.until(lambda: bool(pair.worker.assignments()))
+    pair.worker.say(generation_id, 1, delta(Cursor(), 1, 2))
+    await pair.worker.until(lambda: bool(pair.worker.received_of("ack")))
+    await pair.stores.store.request_cancel_many([(generation_id, CancelCause.CLIENT)])
+    await pair.stores.log.seal_many([SealItem(generation_id=generation_id, attempt=1)])
+    pair.worker.hold(generation_id, 1, position=2)
+    await pair.worker.announce(pair.second.address)
+    await pair.worker.until(lambda: any(v.action == worker_pb2.VERDICT_ACTION_ABORT for v in pair.worker.verdicts()))
+    pair.worker.held = []
+
+    async def is_ended() -> bool:
+        pair.second.clock.advance(1)
+        pair.worker.heartbeat()
+        await pair.second.parts.registry.compare_once()
+        return (await pair.second.record(generation_id)).state.is_terminal
+
+    await eventually_answers(is_ended)
+    after = await pair.second.record(generation_id)
+    assert (after.state, after.output_tokens) == (State.CANCELLED, 2)
+    assert not len(pair.second.parts.registry.ready()[0].table)
