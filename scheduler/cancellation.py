@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from scheduler.batcher import Batcher
 from scheduler.recovery import Recovery
 from scheduler.session_registry import SessionRegistry
 from service_kit.errors import NotFoundError
@@ -17,18 +18,30 @@ class Cancellation:
         self._store = store
         self._registry = registry
         self._recovery = recovery
+        self._cancels: Batcher[tuple[TenantId, GenerationId], State | None] = Batcher(self._cancel_batch)
 
     async def cancel(self, tenant_id: TenantId, generation_id: GenerationId) -> State:
         """The state afterwards. Idempotent. Raises NotFoundError for an unknown or another tenant's generation."""
-        record = (await self._store.get_many([generation_id]))[0]
-        if record is None or record.tenant_id != tenant_id:
+        state = await self._cancels.submit((tenant_id, generation_id))
+        if state is None:
             raise NotFoundError("no such generation")
-        if record.state.is_terminal:
-            return record.state
-        await self.request([(generation_id, CancelCause.CLIENT)])
-        after = (await self._store.get_many([generation_id]))[0]
-        assert after is not None
-        return after.state
+        return state
+
+    async def _cancel_batch(self, items: Sequence[tuple[TenantId, GenerationId]]) -> list[State | None]:
+        """Callers that cancel at once share their transactions: one by one they would wait for each other's row locks
+        and use up the connections that the streams' ends need."""
+        records = await self._store.get_many([generation_id for _, generation_id in items])
+        states = {
+            item: record.state
+            for item, record in zip(items, records, strict=True)
+            if record is not None and record.tenant_id == item[0]
+        }
+        live = [item for item, state in states.items() if not state.is_terminal]
+        if live:
+            await self.request([(generation_id, CancelCause.CLIENT) for _, generation_id in live])
+            after = await self._store.get_many([generation_id for _, generation_id in live])
+            states |= {item: record.state for item, record in zip(live, after, strict=True) if record is not None}
+        return [states.get(item) for item in items]
 
     async def request(self, items: Sequence[tuple[GenerationId, CancelCause]]) -> None:
         """Records the causes and acts on them."""

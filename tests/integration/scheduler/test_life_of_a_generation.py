@@ -1,13 +1,18 @@
 """The scheduler with a scripted worker: the whole life of a generation, over memory twins and real servers."""
 
+import asyncio
+from collections.abc import Sequence
+
 import grpc
 import pytest
 
 from inference.internal.v1 import worker_pb2
 from service_kit.delta import Cursor, Delta, make_delta
+from service_kit.errors import NotFoundError
+from service_kit.ids import GenerationId, TenantId, new_generation_id
 from service_kit.sampling import FinishReason
 from state_store.delta_log.port import OpenItem
-from state_store.model import AttemptOutcome, State
+from state_store.model import AttemptOutcome, CancelCause, GenerationRecord, State
 from tests.support.polling import eventually
 from tests.support.scheduler_rig import SchedulerRig, make_generation
 from tests.support.scripted_worker import ScriptedWorker
@@ -114,6 +119,31 @@ async def test_cancelling_a_queued_generation_ends_it_at_once_and_clears_the_que
     entry = (record.model_key, record.generation_id, 0)
     assert await rig.stores.queue.contains_many([entry]) == [False]
     assert len(await rig.stores.store.ledger_of(record.generation_id)) == 1
+
+
+async def test_cancels_of_one_moment_share_their_transactions_and_one_bad_id_fails_alone(
+    rig: SchedulerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    request_cancel_many = rig.stores.store.request_cancel_many
+
+    async def counted(
+        items: Sequence[tuple[GenerationId, CancelCause]],
+    ) -> list[GenerationRecord | None]:
+        calls.append(len(items))
+        return await request_cancel_many(items)
+
+    monkeypatch.setattr(rig.stores.store, "request_cancel_many", counted)
+    records = [await rig.submit() for _ in range(5)]
+    names = [(record.tenant_id, record.generation_id) for record in records] * 20
+    stranger = (TenantId("another"), records[0].generation_id)
+    unknown = (records[0].tenant_id, new_generation_id())
+    cancel = rig.parts.cancellation.cancel
+    answers = await asyncio.gather(*(cancel(*name) for name in [*names, stranger, unknown]), return_exceptions=True)
+    assert answers[:-2] == [State.CANCELLED] * 100
+    assert [type(answer) for answer in answers[-2:]] == [NotFoundError, NotFoundError]
+    assert len(calls) <= 2
+    assert all([len(await rig.stores.store.ledger_of(record.generation_id)) == 1 for record in records])
 
 
 async def test_after_a_lost_worker_the_next_attempt_continues_behind_the_log(
