@@ -1,6 +1,7 @@
 # syntax=docker/dockerfile:1
 # One file, one target per service:  docker build --target gateway|scheduler|gpu_worker|tools .
-# PYTHON_IMAGE: any image with Python 3.11 or newer and pip. TORCH: the torch to install in gpu_worker and tools.
+# PYTHON_IMAGE: any image with Python 3.11 or newer and pip. TORCH: the torch to install in gpu_worker and tools, a CUDA build
+# unless PIP_EXTRA_INDEX_URL names PyTorch's index of CPU wheels.
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS wheel
@@ -20,10 +21,10 @@ FROM ${PYTHON_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN useradd --create-home --uid 10001 sluice \
     && mkdir -p /models /home/sluice/.sluice/models && chown -R sluice:sluice /models /home/sluice/.sluice
-COPY --from=wheel /wheels /wheels
 WORKDIR /home/sluice
 
 FROM base AS gateway
+COPY --from=wheel /wheels /wheels
 RUN pip install --quiet "$(ls /wheels/*.whl)[gateway,otlp]"
 USER sluice
 ENV SLUICE_GATEWAY_LISTEN=0.0.0.0:50051 SLUICE_MODELS_DIR=/models
@@ -32,6 +33,7 @@ HEALTHCHECK --start-period=60s CMD ["python", "-m", "service_kit.health_probe", 
 CMD ["python", "-m", "gateway"]
 
 FROM base AS scheduler
+COPY --from=wheel /wheels /wheels
 RUN pip install --quiet "$(ls /wheels/*.whl)[scheduler,otlp]"
 USER sluice
 ENV SLUICE_SCHEDULER_LISTEN=0.0.0.0:7201
@@ -41,7 +43,11 @@ CMD ["python", "-m", "scheduler"]
 
 FROM base AS gpu_worker
 ARG TORCH=torch==2.13.0
-RUN pip install --quiet "${TORCH}" && pip install --quiet "$(ls /wheels/*.whl)[gpu-worker,otlp]"
+ARG PIP_EXTRA_INDEX_URL
+# Before the wheel, so that a change of the code does not install torch again.
+RUN pip install --quiet "${TORCH}"
+COPY --from=wheel /wheels /wheels
+RUN pip install --quiet "$(ls /wheels/*.whl)[gpu-worker,otlp]"
 USER sluice
 ENV SLUICE_WORKER_LISTEN=0.0.0.0:7301
 EXPOSE 7301

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -17,6 +18,7 @@ from service_kit.logging import configure_logging, get_logger
 from service_kit.telemetry import setup_tracing
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
+from state_store.errors import StoreUnavailableError
 from state_store.postgres.migrate import wait_for_schema
 from state_store.postgres.partitions import ensure_partitions
 from state_store.postgres.store import PostgresStore
@@ -24,6 +26,7 @@ from state_store.postgres.store import PostgresStore
 _log = get_logger()
 
 STARTUP_PATIENCE = timedelta(minutes=2)
+SCHEMA_POLL = timedelta(seconds=2)
 RENEW_S = 1.0
 COMPARE_S = 1.0
 REAP_S = 1.0
@@ -36,7 +39,8 @@ async def serve(config: SchedulerConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    await asyncio.to_thread(wait_for_schema, config.postgres_dsn, STARTUP_PATIENCE)
+    if not await _wait_for_schema(config.postgres_dsn, stop):
+        return
     store = PostgresStore(config.postgres_dsn)
     await store.open()
     redis = connect_redis(config.redis_url)
@@ -69,6 +73,21 @@ async def serve(config: SchedulerConfig) -> None:
     finally:
         await store.close()
         await redis.aclose()
+
+
+async def _wait_for_schema(dsn: str, stop: asyncio.Event) -> bool:
+    """False when the process was told to stop first. Raises StoreUnavailableError when patience ends."""
+    give_up_at = time.monotonic() + STARTUP_PATIENCE.total_seconds()
+    while not stop.is_set():
+        try:
+            await asyncio.to_thread(wait_for_schema, dsn, SCHEMA_POLL)
+        except StoreUnavailableError as error:
+            if time.monotonic() >= give_up_at:
+                raise
+            _log.info("waiting_for_schema", problem=error.message)
+        else:
+            return True
+    return False
 
 
 async def _create_partitions(dsn: str) -> None:

@@ -24,6 +24,10 @@ PAGE = 500
 UNQUEUED_AGE = timedelta(seconds=2)
 """A QUEUED row without an entry is younger than this while its scheduler is still about to queue it."""
 
+WATCHERS_RETURN = timedelta(seconds=6)
+"""How soon watchers are known again after the log was away or emptied: gateways attach when they are connected again, and
+renew every 5 s."""
+
 
 class Store(GenerationStore, SessionStore, Protocol):
     """Both halves of the truth."""
@@ -54,7 +58,7 @@ class Reaper:
         self._lease = lease
         self._clock = clock
         self._now = now
-        self._serving_since = now()
+        self._watching_known_since: datetime | None = now()
         self._readable_since_s: float | None = None
 
     async def run_once(self) -> None:
@@ -63,6 +67,7 @@ class Reaper:
             await self._store.list_sessions()
         except UnavailableError as error:
             self._readable_since_s = None
+            self._watching_known_since = None  # not looked at meanwhile: the log may have been away as well
             _log.warning("reaper_cannot_read", reason=error.reason)
             return
         if self._readable_since_s is None:
@@ -159,17 +164,30 @@ class Reaper:
             after = page[-1].generation_id
 
     async def cancel_unwatched(self) -> None:
-        """Grace: nobody has read it for longer than its caller allows."""
+        """Grace: nobody has read it for longer than its caller allows. While the log is away, and just after it was
+        emptied, nobody can be seen reading."""
+        try:
+            await self._log.kept_since()
+            if self._watching_known_since is None:
+                self._watching_known_since = self._now() + WATCHERS_RETURN
+            await self._cancel_unwatched(self._watching_known_since)
+        except UnavailableError:
+            self._watching_known_since = None
+            raise
+
+    async def _cancel_unwatched(self, watching_known_since: datetime) -> None:
         after: GenerationId | None = None
         while page := await self._store.unwatchable_page(after=after, limit=PAGE):
             watched = await self._log.last_watched_many([generation_id for generation_id, _ in page])
+            kept_since = await self._log.kept_since()
             now = self._now()
             over = [
                 (generation_id, CancelCause.GRACE)
                 for (generation_id, grace), last in zip(page, watched, strict=True)
                 if is_unwatched_for_too_long(
                     last_watched_at=last,
-                    created_at_or_serving_since=max(minted_at(generation_id), self._serving_since),
+                    created_at=minted_at(generation_id),
+                    watching_known_since=max(watching_known_since, kept_since + WATCHERS_RETURN),
                     grace=grace,
                     now=now,
                 )
