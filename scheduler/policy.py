@@ -128,7 +128,12 @@ def is_charged(*, added_tokens: int, is_uncharged_cause: bool) -> bool:
 
 
 def is_unwatched_for_too_long(
-    *, last_watched_at: datetime | None, created_at: datetime, watching_known_since: datetime, grace: timedelta, now: datetime
+    *,
+    last_watched_at: datetime | None,
+    created_at: datetime,
+    watching_known_since: datetime,
+    grace: timedelta,
+    now: datetime,
 ) -> bool:
     """Grace runs from the latest of: the last watcher, the creation, the moment from which watching could be seen."""
     since = max(created_at, watching_known_since)

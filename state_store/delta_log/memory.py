@@ -67,11 +67,13 @@ class MemoryDeltaLog:
         self._logs: dict[GenerationId, _Log] = {}
         self._lease_ends: dict[GenerationId, dict[GatewayId, datetime]] = {}
         self._queues: defaultdict[GatewayId, set[asyncio.Queue[Sequence[Push] | None]]] = defaultdict(set)
+        self._kept_since: datetime | None = None
         self.is_reachable = True
 
     def lose_all(self) -> None:
         self._logs.clear()
         self._lease_ends.clear()
+        self._kept_since = None
 
     def interrupt(self) -> None:
         for queues in self._queues.values():
@@ -107,6 +109,12 @@ class MemoryDeltaLog:
     async def last_watched_many(self, generation_ids: Sequence[GenerationId]) -> list[datetime | None]:
         self._check_reachable()
         return [self._last_watched(generation_id) for generation_id in generation_ids]
+
+    async def kept_since(self) -> datetime:
+        self._check_reachable()
+        if self._kept_since is None:
+            self._kept_since = self._clock()
+        return self._kept_since
 
     async def attach_many(self, gateway_id: GatewayId, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         self._check_reachable()

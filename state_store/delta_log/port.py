@@ -157,7 +157,11 @@ class DeltaLogWriter(Protocol):
 
     async def last_watched_many(self, generation_ids: Sequence[GenerationId]) -> list[datetime | None]:
         """When each was last watched: now for one with a live watcher, else the latest lease end or unwatch; None when
-        nobody ever did (or the log's store lost it)."""
+        nobody ever did (or the log's store lost it; see `kept_since`)."""
+
+    async def kept_since(self) -> datetime:
+        """Since when the log keeps what it is told: the moment of the first call after it began, or was emptied. To judge
+        by an answer of `last_watched_many`, ask this after it."""
 
 
 class DeltaLogReader(Protocol):

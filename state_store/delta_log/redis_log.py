@@ -43,6 +43,7 @@ def _script(name: str) -> LuaScript:
 
 _OPEN, _APPEND, _SEAL, _ATTACH = (_script(name) for name in ("open", "append", "seal", "attach"))
 _READ, _WATCH, _UNWATCH, _LAST_WATCHED = (_script(name) for name in ("read", "watch", "unwatch", "last_watched"))
+_KEPT_SINCE = _script("kept_since")
 
 _Item = tuple[GenerationId, tuple[Argument, ...]]
 
@@ -102,6 +103,14 @@ class RedisDeltaLog:
     async def last_watched_many(self, generation_ids: Sequence[GenerationId]) -> list[datetime | None]:
         replies = await self._run(_LAST_WATCHED, [(each, ()) for each in generation_ids], self._now())
         return [None if at_ms < 0 else datetime.fromtimestamp(at_ms / 1000, UTC) for at_ms in replies]
+
+    async def kept_since(self) -> datetime:
+        with unavailable_as(LogUnavailableError, "the delta log"):
+            replies = [
+                await _KEPT_SINCE.run(self._client, [f"log:{{s{shard}}}:kept_since"], [self._now()])
+                for shard in range(self._num_shards)
+            ]
+        return datetime.fromtimestamp(max(replies) / 1000, UTC)
 
     async def attach_many(self, gateway_id: GatewayId, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         calls: list[_Item] = [(generation_id, (after,)) for generation_id, after in items]

@@ -176,3 +176,14 @@ async def test_reading_watches_nothing(log_under_test: LogUnderTest, generation_
     await log_under_test.open(generation_id, 1)
     await log_under_test.read(generation_id)
     assert await log_under_test.log.last_watched_many([generation_id]) == [None]
+
+
+async def test_the_log_knows_since_when_it_keeps_watch_times(log_under_test: LogUnderTest) -> None:
+    began_at = await log_under_test.log.kept_since()
+    log_under_test.clock.advance(timedelta(seconds=40))
+    assert await log_under_test.log.kept_since() == began_at
+    await log_under_test.lose_all()
+    emptied_at = log_under_test.clock()
+    assert await log_under_test.log.kept_since() == emptied_at
+    log_under_test.clock.advance(timedelta(seconds=40))
+    assert await log_under_test.log.kept_since() == emptied_at

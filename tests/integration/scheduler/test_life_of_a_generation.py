@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import cast
 
 import grpc
 import pytest
@@ -9,9 +11,10 @@ import pytest
 from inference.internal.v1 import worker_pb2
 from service_kit.delta import Cursor, Delta, make_delta
 from service_kit.errors import NotFoundError
-from service_kit.ids import GenerationId, TenantId, new_generation_id
+from service_kit.ids import GatewayId, GenerationId, TenantId, new_generation_id
 from service_kit.sampling import FinishReason
-from state_store.delta_log.port import OpenItem
+from state_store.delta_log.memory import MemoryDeltaLog
+from state_store.delta_log.port import DeltaLogReader, OpenItem
 from state_store.model import AttemptOutcome, CancelCause, GenerationRecord, State
 from tests.support.polling import eventually
 from tests.support.scheduler_rig import SchedulerRig, make_generation
@@ -267,3 +270,35 @@ async def test_three_attempts_that_add_nothing_end_as_failed_with_a_dead_letter(
             break
     assert (ended.state, ended.error_reason, ended.charged_attempts) == (State.FAILED, "ATTEMPTS_EXHAUSTED", 3)
     assert len(await rig.stores.store.dead_letters(limit=10)) == 1
+
+
+async def test_a_watched_generation_outlives_an_emptied_log_unless_its_watchers_stay_away(rig: SchedulerRig) -> None:
+    record = await rig.submit(make_generation(grace=timedelta(seconds=10)))
+    await cast("DeltaLogReader", rig.stores.log).attach_many(GatewayId("gateway-a"), [(record.generation_id, 0)])
+    await rig.parts.reaper.run_once()
+    rig.clock.advance(12)
+    await rig.stores.lose_log_and_queue()
+    # Its gateway has not noticed yet: as far as the log knows, nobody ever read it.
+    await rig.parts.reaper.run_once()
+    assert (await rig.record(record.generation_id)).state is State.QUEUED
+    rig.clock.advance(10)
+    await rig.parts.reaper.run_once()
+    after = await rig.record(record.generation_id)
+    assert (after.state, after.cancel_cause) == (State.CANCELLED, CancelCause.GRACE)
+
+
+@pytest.mark.parametrize("stores", ["memory"], indirect=True)
+async def test_grace_does_not_run_while_the_log_is_away(rig: SchedulerRig) -> None:
+    log = cast("MemoryDeltaLog", rig.stores.log)
+    record = await rig.submit(make_generation(grace=timedelta(seconds=10)))
+    await log.attach_many(GatewayId("gateway-a"), [(record.generation_id, 0)])
+    await rig.parts.reaper.run_once()
+    log.is_reachable = False
+    rig.clock.advance(60)
+    await rig.parts.reaper.run_once()
+    log.is_reachable = True
+    await rig.parts.reaper.run_once()
+    assert (await rig.record(record.generation_id)).state is State.QUEUED
+    rig.clock.advance(17)
+    await rig.parts.reaper.run_once()
+    assert (await rig.record(record.generation_id)).cancel_cause is CancelCause.GRACE
