@@ -19,9 +19,11 @@ _log = get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTimes:
-    """`heartbeat`: between heartbeats. `silence`: a scheduler unheard for so long is given up."""
+    """`heartbeat`: between heartbeats. `after_end`: from an end to a heartbeat that says which memory it freed.
+    `silence`: a scheduler unheard for so long is given up."""
 
     heartbeat: timedelta = timedelta(seconds=1)
+    after_end: timedelta = timedelta(milliseconds=50)
     silence: timedelta = timedelta(seconds=2)
 
 
@@ -126,7 +128,12 @@ class SessionStream:
                 return self._session.state_message(is_hello=False)
             if self._num_sent - self._num_acknowledged < MAX_UNACKNOWLEDGED_BATCHES and self._session.book.has_news:
                 self._num_sent += 1
-                return BatchMessage(batch=self._num_sent, news=tuple(self._session.book.take_news()))
+                news = tuple(self._session.book.take_news())
+                if any(each.end is not None for each in news):
+                    # Work that waits for memory is not to wait for the next regular heartbeat as well.
+                    soon = self._clock() + self._times.after_end.total_seconds()
+                    self._heartbeat_due = min(self._heartbeat_due, soon)
+                return BatchMessage(batch=self._num_sent, news=news)
             try:
                 async with asyncio.timeout(rest):
                     await self.wake.wait()

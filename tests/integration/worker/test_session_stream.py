@@ -28,13 +28,13 @@ ABORT = worker_pb2.VERDICT_ACTION_ABORT
 class Setup:
     """One session with a stepped engine behind a real server."""
 
-    def __init__(self, directory, **settings):
+    def __init__(self, directory, *, times=TIMES, **settings):
         self.engine = SteppedEngine(directory, **settings)
         self.session = WorkerSession(
             session_id=new_session_id(),
             capabilities=self.engine.engine.capabilities(),
             engine=self.engine,
-            times=TIMES,
+            times=times,
             clock=monotonic,
         )
         self.engine.session = self.session
@@ -114,6 +114,18 @@ async def test_heartbeats_name_attempts_and_positions(setup):
         (held,) = stream.of("heartbeat")[-1].held
         assert (held.attempt.generation_id, held.attempt.attempt, held.is_finished) == ("g", 1, False)
         assert stream.of("heartbeat")[-1].load.num_running == 1
+
+
+async def test_an_end_brings_the_freed_memory_with_it_before_the_next_heartbeat_is_due(serve):
+    setup = await serve(times=StreamTimes(heartbeat=timedelta(minutes=5)))
+    async with setup.stream() as stream:
+        num_blocks = (await stream.hello()).load.num_blocks
+        await stream.assign(assignment())
+        await setup.has_added()
+        setup.engine.step(20)
+        await stream.end()
+        await eventually(lambda: bool(stream.of("heartbeat")))
+        assert stream.of("heartbeat")[-1].load.num_free_blocks == num_blocks
 
 
 async def test_a_lost_assignment_is_not_named_and_can_be_assigned_again(setup):
