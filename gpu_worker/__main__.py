@@ -46,7 +46,9 @@ async def serve(config: WorkerConfig) -> None:
     if stop.is_set():
         return
     config.check_engine(read_manifest(config.model_directory).precision)
-    command = EngineCommand(model_directory=config.model_directory, settings=config.engine_settings)
+    command = EngineCommand(
+        model_directory=config.model_directory, settings=config.engine_settings, environment=_thread_waiting()
+    )
     async with _open_schedulers(config) as schedulers:
         announcer = Announcer(
             schedulers=schedulers, address=config.advertise, worker_id=config.worker_id, times=AnnounceTimes()
@@ -99,6 +101,16 @@ async def _open_schedulers(config: WorkerConfig) -> AsyncIterator[list[Scheduler
     finally:
         for channel in channels:
             await channel.close(None)
+
+
+def _thread_waiting() -> dict[str, str]:
+    """How long the engine's threads spin before they sleep, unless the operator has said it.
+
+    They never have all cores to themselves. Measured on 2 cores, 16 sequences: OpenMP's own default is 7 % faster than
+    this alone on the machine, and 40 % slower beside one busy process.
+    """
+    is_said = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
+    return {} if is_said else {"GOMP_SPINCOUNT": "10000"}
 
 
 def main() -> int:
