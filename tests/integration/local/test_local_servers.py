@@ -13,6 +13,7 @@ import redis
 
 from sluice.local.child import LocalServerError
 from sluice.local.postgres import LocalPostgres
+from sluice.local.postgres_binaries import _reachable_copy, postgres_binary
 from sluice.local.valkey import LocalValkey
 
 
@@ -177,3 +178,17 @@ def test_a_directory_that_postgres_own_user_cannot_reach_gets_its_cluster_elsewh
                 assert second.has_database("kept")
         finally:
             shutil.rmtree(location)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs Postgres as another user")
+def test_programs_that_postgres_own_user_cannot_reach_are_copied_once_to_a_place_that_it_can(tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    installation = postgres_binary("postgres").parents[1]
+    first = _reachable_copy(installation, copies)
+    (first / "made-before").touch()
+    assert _reachable_copy(installation, copies) == first
+    assert (first / "made-before").exists()
+    assert len(list(copies.iterdir())) == 1
+    version = subprocess.run([first / "bin" / "postgres", "--version"], capture_output=True, text=True, check=True)
+    assert "(PostgreSQL) 18" in version.stdout
