@@ -49,7 +49,7 @@ async def _strike(stack: RunningStack, chance: random.Random) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 async def test_random_deaths_of_everything_change_no_stream(stack: RunningStack, seed: int) -> None:
     chance = random.Random(seed)
     async with stack.client() as client:

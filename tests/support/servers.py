@@ -25,6 +25,7 @@ def postgres_server(server_directory: Path) -> Iterator[LocalPostgres]:
     """`.dsn` is the administration database; `.create_database(name, template=None)` returns the DSN of a new one."""
     with LocalPostgres(server_directory / "postgres", fsync=False) as server:
         yield server
+        server.kill()  # nobody needs what it would write at an orderly stop
 
 
 @pytest.fixture(scope="session")
