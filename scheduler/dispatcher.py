@@ -84,7 +84,7 @@ class Dispatcher:
         return has_granted
 
     async def _grant(self, session: WorkerSession, popped: Sequence[Popped]) -> bool:
-        """If this dies before the grant, the in-flight entries come back after 5 s; after it, the session's owner finds
+        """If this dies before the grant, the in-flight entries come back within 5 s; after it, the session's owner finds
         the row and assigns it."""
         self._crash_points.hit("queue.popped")
         results = await self._store.grant_many(

@@ -1,6 +1,6 @@
 """The admission queue: an index of QUEUED generations that can always be rebuilt from Postgres.
 
-Entries are hints keyed (generation, attempt). A pop moves them to an in-flight set for 5 s under a pop id; only the grant
+Entries are hints keyed (generation, attempt). A pop moves them to an in-flight set for 4 s under a pop id; only the grant
 in Postgres decides. All methods raise `QueueUnavailableError` when the queue cannot be reached, and
 `QueueNotReadyError` while its marker is absent (emptied and not yet rebuilt).
 """
@@ -79,7 +79,7 @@ class AdmissionQueue(Protocol):
         """Whether (generation, attempt) is queued or in flight."""
 
     async def reap_in_flight(self, model_keys: Sequence[ModelKey]) -> int:
-        """Puts back entries whose pop is older than 5 s; returns how many."""
+        """Puts back entries whose pop is older than 4 s; returns how many."""
 
     async def depth(self, model_key: ModelKey) -> dict[PriorityClass, int]:
         """Queued entries by class, in-flight ones not counted."""

@@ -10,4 +10,4 @@ class QueueSettings:
     entry stays in flight before a reap puts it back."""
 
     max_entries: int = 10_000
-    pop_hold: timedelta = timedelta(seconds=5)
+    pop_hold: timedelta = timedelta(seconds=4)

@@ -265,7 +265,7 @@ async def test_reaping_puts_back_what_is_in_flight_for_longer_than_its_hold(unde
     first, second = entry_of(), entry_of(arrived_ms=1)
     await under_test.add(first)
     late_pop = await under_test.pop()
-    under_test.clock.advance(timedelta(seconds=4, milliseconds=999))
+    under_test.clock.advance(timedelta(seconds=3, milliseconds=999))
     await under_test.add(second)
     await under_test.pop()
     assert await under_test.queue.reap_in_flight([MODEL, OTHER_MODEL]) == 0
