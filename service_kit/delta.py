@@ -32,12 +32,25 @@ class Cursor:
     chain: int = EMPTY_CHAIN
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log probabilities at one position, of the model's raw distribution.
+
+    `logprob` is the output token's, `top` the most probable tokens as (token id, logprob), most probable first, equals in
+    id order. Values are exact in 32 bits.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """Output tokens `first .. last`, numbered from 1.
 
-    `texts[i]` is the text that token `token_ids[i]` adds; a token that ends inside a character adds none. `prev_chain` is
-    the chain before `first`, `chain` the one after `last`. Never empty.
+    `texts[i]` is the text that token `token_ids[i]` adds; a token that ends inside a character adds none. `logprobs` has
+    one entry per token when they were asked for, none otherwise. `prev_chain` is the chain before `first`, `chain` the one
+    after `last`. Never empty.
     """
 
     first: int
@@ -45,10 +58,13 @@ class Delta:
     texts: tuple[str, ...]
     prev_chain: int
     chain: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def __post_init__(self) -> None:
         if self.first < 1 or not self.token_ids or len(self.texts) != len(self.token_ids):
             raise ValueError("a delta has a first number of at least 1, tokens, and one text per token")
+        if self.logprobs and len(self.logprobs) != len(self.token_ids):
+            raise ValueError("a delta has log probabilities for all of its tokens or for none")
 
     @property
     def last(self) -> int:
@@ -64,7 +80,9 @@ class Delta:
         return Cursor(sequence_number=self.last, chain=self.chain)
 
 
-def make_delta(*, after: Cursor, token_ids: Iterable[int], texts: Iterable[str]) -> Delta:
+def make_delta(
+    *, after: Cursor, token_ids: Iterable[int], texts: Iterable[str], logprobs: Iterable[TokenLogprob] = ()
+) -> Delta:
     """The delta that continues `after`; computes its chain."""
     ids = tuple(token_ids)
     return Delta(
@@ -73,6 +91,7 @@ def make_delta(*, after: Cursor, token_ids: Iterable[int], texts: Iterable[str])
         texts=tuple(texts),
         prev_chain=after.chain,
         chain=extend_chain(after.chain, ids),
+        logprobs=tuple(logprobs),
     )
 
 
@@ -104,6 +123,7 @@ def rest_after(cursor: Cursor, delta: Delta) -> Delta | None:
         texts=delta.texts[known:],
         prev_chain=cursor.chain,
         chain=delta.chain,
+        logprobs=delta.logprobs[known:],
     )
 
 
@@ -121,4 +141,5 @@ def join(deltas: Iterable[Delta]) -> Delta | None:
         texts=tuple(text for part in parts for text in part.texts),
         prev_chain=parts[0].prev_chain,
         chain=parts[-1].chain,
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
     )

@@ -17,6 +17,11 @@ _ROOT_SIZE = 32
 _HASH_SIZE = 16
 
 
+def digest_of(block_hash: BlockHash) -> int:
+    """The first 64 bits of a hash: what load reports carry. A collision costs a detour, never a wrong output."""
+    return int.from_bytes(block_hash[:8], "little")
+
+
 def prefix_root(*, model_fingerprint: str, tenant_salt: str) -> PrefixRoot:
     """The key for one model (revision and precision) and tenant. An empty salt shares prefixes between tenants."""
     digest = blake2b(digest_size=_ROOT_SIZE, person=b"sluice-prefix")

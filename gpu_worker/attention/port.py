@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from gpu_worker.engine.sequence import BlockMoves
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRows:
@@ -30,6 +32,11 @@ class AttentionShape:
     head_dim: int
     num_blocks: int
     block_size: int
+    num_host_blocks: int = 0
+    """Blocks of the host tier."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer: a row sees itself and the `window - 1` positions before it. None, or an empty tuple
+    for all layers: everything."""
 
 
 class StepAttention(Protocol):
@@ -47,6 +54,12 @@ class AttentionBackend(Protocol):
     """Owns the KV memory, whose layout is nobody else's business."""
 
     name: str
+    is_batch_invariant: bool
+    """Whether a row's result is the same bits however its sequence is cut into steps, whoever shares the batch, and
+    however many threads there are."""
+
+    def move(self, moves: BlockMoves) -> None:
+        """Copies blocks of all layers, in the order of the fields. Returns when the sources may be overwritten."""
 
     def begin_step(self, rows: list[SequenceRows]) -> StepAttention:
         """Prepares what is the same in all layers: slots, gathers, masks. Changes nothing."""

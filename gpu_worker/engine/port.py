@@ -27,6 +27,8 @@ class SequenceSpec:
     """Class rank: 0 INTERACTIVE, 1 STANDARD, 2 BATCH. Lower goes first."""
     nonce: int
     """64-bit number of the attempt; the simulated engine mixes it into every token it makes."""
+    prefix_salt: str = ""
+    """Cached prefixes are shared among sequences of equal salt only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +68,20 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChanges:
+    """Prefix digests (`service_kit.prefix_hash.digest_of`) of blocks that came to and left the cache, host tier included."""
+
+    added: tuple[int, ...] = ()
+    removed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """All outputs of one engine step."""
 
     step: int
     outputs: tuple[SequenceOutput, ...]
+    cache_changes: CacheChanges = CacheChanges()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +96,25 @@ class LoadReport:
     largest_batch: int
     """Most sequences in one step since the start."""
     num_free_blocks: int
+    """Blocks that nobody holds, cached ones that can be evicted included."""
     num_blocks: int
     block_size: int
     kv_waste: float
     """Share of slots in allocated blocks that hold no token, 0 to 1."""
+    room_blocks: tuple[int, int, int] = (0, 0, 0)
+    """Blocks that a new sequence of class 0, 1, 2 could get: free ones, and those that only lower classes hold."""
     num_preempted: int = 0
+    """Since the start, as all counters below."""
+    num_cached_blocks: int = 0
+    """Blocks that can be found by their hash now, host tier included."""
+    num_computed_prompt_tokens: int = 0
+    """Tokens computed to fill caches: prompts, logged output of earlier attempts, and what was preempted."""
+    num_cached_prompt_tokens: int = 0
+    """Tokens that did not have to be computed, because their blocks were found."""
+    num_blocks_to_host: int = 0
+    num_blocks_from_host: int = 0
+    num_failed: int = 0
+    """Sequences that ended with a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +130,8 @@ class Capabilities:
     num_blocks: int
     block_size: int
     max_running: int
+    is_batch_invariant: bool = False
+    """Whether the logits of a position are the same bits in any batch, chunking and cache state."""
     details: dict[str, str] = field(default_factory=dict)
     """Free facts for logs: device, threads, attention backend."""
 

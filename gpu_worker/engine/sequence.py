@@ -76,17 +76,36 @@ class PlannedSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMoves:
+    """Copies of whole blocks, all layers, due once before the step computes, in the order of the fields."""
+
+    to_host: tuple[tuple[int, int], ...] = ()
+    """(block, host block)"""
+    from_host: tuple[tuple[int, int], ...] = ()
+    """(host block, block)"""
+    duplicated: tuple[tuple[int, int], ...] = ()
+    """(block, block that becomes its copy)"""
+
+    def __bool__(self) -> bool:
+        return bool(self.to_host or self.from_host or self.duplicated)
+
+
+NO_MOVES = BlockMoves()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step over the batch: plain data, so that it can be logged, compared and replayed."""
 
     sequences: tuple[PlannedSequence, ...]
     preempted: tuple[str, ...] = ()
     """Sequences that lost their blocks while this plan was made."""
+    moves: BlockMoves = NO_MOVES
 
     @property
     def num_tokens(self) -> int:
         return sum(len(planned.token_ids) for planned in self.sequences)
 
     def only(self, sequence_id: str) -> "StepPlan":
-        """The same step for one of its sequences."""
+        """The same computation for one of its sequences; the moves are done already."""
         return StepPlan(sequences=tuple(planned for planned in self.sequences if planned.sequence_id == sequence_id))

@@ -26,19 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18inference/v1/types.proto\x12\x0cinference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfc\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1e\n\x11max_output_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x14\n\x12_max_output_tokens\"\xea\x01\n\x0eGenerationSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.inference.v1.ChatH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.inference.v1.TokenIdsH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.inference.v1.Sampling\x12\x33\n\x0epriority_class\x18\x06 \x01(\x0e\x32\x1b.inference.v1.PriorityClassB\x07\n\x05input\"\x93\x01\n\x08\x44\x65livery\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rqueue_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x06\x43ursor\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\r\n\x05\x63hain\x18\x02 \x01(\x06\"\x8b\x01\n\x08\x41\x63\x63\x65pted\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.inference.v1.GenerationState\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\"\xf0\x01\n\x05\x44\x65lta\x12\x1d\n\x15\x66irst_sequence_number\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12$\n\x06\x63ursor\x18\x04 \x01(\x0b\x32\x14.inference.v1.Cursor\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.inference.v1.Usage\x12\x19\n\x0cmatched_stop\x18\x07 \x01(\tH\x00\x88\x01\x01\x42\x0f\n\r_matched_stop\"S\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\"2\n\x0fGenerationError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xe1\x04\n\nGeneration\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0emodel_revision\x18\x04 \x01(\t\x12\x11\n\tprecision\x18\x05 \x01(\t\x12\x33\n\x0epriority_class\x18\x06 \x01(\x0e\x32\x1b.inference.v1.PriorityClass\x12,\n\x05state\x18\x07 \x01(\x0e\x32\x1d.inference.v1.GenerationState\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rfinish_reason\x18\x0c \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12,\n\x05\x65rror\x18\r \x01(\x0b\x32\x1d.inference.v1.GenerationError\x12\"\n\x05usage\x18\x0e \x01(\x0b\x32\x13.inference.v1.Usage\x12\x0c\n\x04seed\x18\x0f \x01(\x04\x12\x0c\n\x04text\x18\x10 \x01(\t\x12\x11\n\ttoken_ids\x18\x11 \x03(\r\x12$\n\x06\x63ursor\x18\x12 \x01(\x0b\x32\x14.inference.v1.Cursor\x12\x10\n\x08is_final\x18\x13 \x01(\x08\"x\n\x05Model\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x11\n\tprecision\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\x04\x12\x12\n\nvocab_size\x18\x05 \x01(\x04\x12\x0f\n\x07workers\x18\x06 \x01(\r*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*\xe9\x01\n\x0fGenerationState\x12 \n\x1cGENERATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17GENERATION_STATE_QUEUED\x10\x01\x12\x1c\n\x18GENERATION_STATE_RUNNING\x10\x02\x12\x1e\n\x1aGENERATION_STATE_SUCCEEDED\x10\x03\x12\x1b\n\x17GENERATION_STATE_FAILED\x10\x04\x12\x1e\n\x1aGENERATION_STATE_CANCELLED\x10\x05\x12\x1c\n\x18GENERATION_STATE_EXPIRED\x10\x06*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18inference/v1/types.proto\x12\x0cinference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"3\n\x04\x43hat\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.inference.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd9\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x1e\n\x11max_output_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x1e\n\x11min_output_tokens\x18\t \x01(\rH\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12+\n\nlogit_bias\x18\x0e \x03(\x0b\x32\x17.inference.v1.LogitBias\x12\x14\n\x0cinclude_stop\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\n\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x14\n\x12_max_output_tokensB\x14\n\x12_min_output_tokensB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"F\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.inference.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xea\x01\n\x0eGenerationSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\"\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x12.inference.v1.ChatH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.inference.v1.TokenIdsH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.inference.v1.Sampling\x12\x33\n\x0epriority_class\x18\x06 \x01(\x0e\x32\x1b.inference.v1.PriorityClassB\x07\n\x05input\"\x93\x01\n\x08\x44\x65livery\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rqueue_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64\x65\x61\x64line\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x06\x43ursor\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\r\n\x05\x63hain\x18\x02 \x01(\x06\"\x8b\x01\n\x08\x41\x63\x63\x65pted\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63reated\x18\x03 \x01(\x08\x12,\n\x05state\x18\x04 \x01(\x0e\x32\x1d.inference.v1.GenerationState\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\"\x9e\x02\n\x05\x44\x65lta\x12\x1d\n\x15\x66irst_sequence_number\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12$\n\x06\x63ursor\x18\x04 \x01(\x0b\x32\x14.inference.v1.Cursor\x12\x31\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12\"\n\x05usage\x18\x06 \x01(\x0b\x32\x13.inference.v1.Usage\x12\x19\n\x0cmatched_stop\x18\x07 \x01(\tH\x00\x88\x01\x01\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.inference.v1.TokenLogprobB\x0f\n\r_matched_stop\"S\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\"2\n\x0fGenerationError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x8f\x05\n\nGeneration\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0emodel_revision\x18\x04 \x01(\t\x12\x11\n\tprecision\x18\x05 \x01(\t\x12\x33\n\x0epriority_class\x18\x06 \x01(\x0e\x32\x1b.inference.v1.PriorityClass\x12,\n\x05state\x18\x07 \x01(\x0e\x32\x1d.inference.v1.GenerationState\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\r\x12/\n\x0b\x63reate_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nstart_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rfinish_reason\x18\x0c \x01(\x0e\x32\x1a.inference.v1.FinishReason\x12,\n\x05\x65rror\x18\r \x01(\x0b\x32\x1d.inference.v1.GenerationError\x12\"\n\x05usage\x18\x0e \x01(\x0b\x32\x13.inference.v1.Usage\x12\x0c\n\x04seed\x18\x0f \x01(\x04\x12\x0c\n\x04text\x18\x10 \x01(\t\x12\x11\n\ttoken_ids\x18\x11 \x03(\r\x12$\n\x06\x63ursor\x18\x12 \x01(\x0b\x32\x14.inference.v1.Cursor\x12\x10\n\x08is_final\x18\x13 \x01(\x08\x12,\n\x08logprobs\x18\x14 \x03(\x0b\x32\x1a.inference.v1.TokenLogprob\"x\n\x05Model\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x11\n\tprecision\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\x04\x12\x12\n\nvocab_size\x18\x05 \x01(\x04\x12\x0f\n\x07workers\x18\x06 \x01(\r*\x86\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aPRIORITY_CLASS_INTERACTIVE\x10\x01\x12\x1b\n\x17PRIORITY_CLASS_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x03*\xe9\x01\n\x0fGenerationState\x12 \n\x1cGENERATION_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17GENERATION_STATE_QUEUED\x10\x01\x12\x1c\n\x18GENERATION_STATE_RUNNING\x10\x02\x12\x1e\n\x1aGENERATION_STATE_SUCCEEDED\x10\x03\x12\x1b\n\x17GENERATION_STATE_FAILED\x10\x04\x12\x1e\n\x1aGENERATION_STATE_CANCELLED\x10\x05\x12\x1c\n\x18GENERATION_STATE_EXPIRED\x10\x06*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'inference.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITYCLASS']._serialized_start=2180
-  _globals['_PRIORITYCLASS']._serialized_end=2314
-  _globals['_GENERATIONSTATE']._serialized_start=2317
-  _globals['_GENERATIONSTATE']._serialized_end=2550
-  _globals['_FINISHREASON']._serialized_start=2552
-  _globals['_FINISHREASON']._serialized_end=2676
+  _globals['_PRIORITYCLASS']._serialized_start=2787
+  _globals['_PRIORITYCLASS']._serialized_end=2921
+  _globals['_GENERATIONSTATE']._serialized_start=2924
+  _globals['_GENERATIONSTATE']._serialized_end=3157
+  _globals['_FINISHREASON']._serialized_start=3159
+  _globals['_FINISHREASON']._serialized_end=3283
   _globals['_CHATMESSAGE']._serialized_start=107
   _globals['_CHATMESSAGE']._serialized_end=151
   _globals['_CHAT']._serialized_start=153
@@ -46,23 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=206
   _globals['_TOKENIDS']._serialized_end=229
   _globals['_SAMPLING']._serialized_start=232
-  _globals['_SAMPLING']._serialized_end=484
-  _globals['_GENERATIONSPEC']._serialized_start=487
-  _globals['_GENERATIONSPEC']._serialized_end=721
-  _globals['_DELIVERY']._serialized_start=724
-  _globals['_DELIVERY']._serialized_end=871
-  _globals['_CURSOR']._serialized_start=873
-  _globals['_CURSOR']._serialized_end=921
-  _globals['_ACCEPTED']._serialized_start=924
-  _globals['_ACCEPTED']._serialized_end=1063
-  _globals['_DELTA']._serialized_start=1066
-  _globals['_DELTA']._serialized_end=1306
-  _globals['_USAGE']._serialized_start=1308
-  _globals['_USAGE']._serialized_end=1391
-  _globals['_GENERATIONERROR']._serialized_start=1393
-  _globals['_GENERATIONERROR']._serialized_end=1443
-  _globals['_GENERATION']._serialized_start=1446
-  _globals['_GENERATION']._serialized_end=2055
-  _globals['_MODEL']._serialized_start=2057
-  _globals['_MODEL']._serialized_end=2177
+  _globals['_SAMPLING']._serialized_end=833
+  _globals['_LOGITBIAS']._serialized_start=835
+  _globals['_LOGITBIAS']._serialized_end=878
+  _globals['_TOKENLOGPROB']._serialized_start=880
+  _globals['_TOKENLOGPROB']._serialized_end=950
+  _globals['_TOPLOGPROB']._serialized_start=952
+  _globals['_TOPLOGPROB']._serialized_end=999
+  _globals['_GENERATIONSPEC']._serialized_start=1002
+  _globals['_GENERATIONSPEC']._serialized_end=1236
+  _globals['_DELIVERY']._serialized_start=1239
+  _globals['_DELIVERY']._serialized_end=1386
+  _globals['_CURSOR']._serialized_start=1388
+  _globals['_CURSOR']._serialized_end=1436
+  _globals['_ACCEPTED']._serialized_start=1439
+  _globals['_ACCEPTED']._serialized_end=1578
+  _globals['_DELTA']._serialized_start=1581
+  _globals['_DELTA']._serialized_end=1867
+  _globals['_USAGE']._serialized_start=1869
+  _globals['_USAGE']._serialized_end=1952
+  _globals['_GENERATIONERROR']._serialized_start=1954
+  _globals['_GENERATIONERROR']._serialized_end=2004
+  _globals['_GENERATION']._serialized_start=2007
+  _globals['_GENERATION']._serialized_end=2662
+  _globals['_MODEL']._serialized_start=2664
+  _globals['_MODEL']._serialized_end=2784
 # @@protoc_insertion_point(module_scope)

@@ -205,6 +205,14 @@ class Sampling(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy. Range 0 to 100, default 1."""
     top_k: _builtins.int
@@ -217,6 +225,24 @@ class Sampling(_message.Message):
     """At least 1. Default: what the model's context leaves behind the prompt."""
     ignore_eos: _builtins.bool
     """End-of-sequence tokens are ordinary tokens. Default false."""
+    min_output_tokens: _builtins.int
+    """The output does not end by a stop before so many tokens; at most max_output_tokens. Default 0."""
+    min_p: _builtins.float
+    """Leaves out tokens less probable than this share of the most probable one's probability, 0 to 1; 0 is off. Default 0."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens that stand in the prompt or the output. Above 0, at most 10;
+    1 is off. Default 1.
+    """
+    presence_penalty: _builtins.float
+    """Subtracted from the logits of tokens that stand in the output, -2 to 2. Default 0."""
+    frequency_penalty: _builtins.float
+    """Subtracted from the logits of tokens once for each time they stand in the output, -2 to 2. Default 0."""
+    include_stop: _builtins.bool
+    """The output ends behind the stop string that ended it, not before. Default false."""
+    logprobs: _builtins.int
+    """Log probabilities of the output tokens and of so many of the most probable tokens at each position, 0 to 20. They are
+    those of the model, before bias, penalties and temperature. Default: none at all.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The output ends before the first of these texts; at most 16, each 1 to 256 characters."""
@@ -224,6 +250,10 @@ class Sampling(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The output ends before the first of these tokens; at most 64."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
+        """Added to logits; at most 1024 tokens, each once."""
 
     def __init__(
         self,
@@ -236,13 +266,33 @@ class Sampling(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        min_output_tokens: _builtins.int | None = ...,
+        min_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        include_stop: _builtins.bool = ...,
+        logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_output_tokens", b"max_output_tokens", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "_min_output_tokens", b"_min_output_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_output_tokens", b"max_output_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_output_tokens", b"_max_output_tokens", "_min_output_tokens", b"_min_output_tokens", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
     _WhichOneofReturnType__max_output_tokens: _TypeAlias = _typing.Literal["max_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_output_tokens: _TypeAlias = _typing.Literal["_max_output_tokens", b"_max_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_output_tokens: _TypeAlias = _typing.Literal["min_output_tokens"]  # noqa: Y015
+    _WhichOneofArgType__min_output_tokens: _TypeAlias = _typing.Literal["_min_output_tokens", b"_min_output_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -252,7 +302,19 @@ class Sampling(_message.Message):
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_output_tokens) -> _WhichOneofReturnType__max_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_output_tokens) -> _WhichOneofReturnType__min_output_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload
@@ -263,6 +325,86 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    """What is added to the logit of one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Below the model's vocabulary size."""
+    bias: _builtins.float
+    """-100 to 100."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """Natural log probabilities at one output position."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """The output token's."""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """The most probable tokens, most probable first, as many as asked for."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top: _abc.Iterable[Global___TopLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
+
+@_typing.final
+class TopLogprob(_message.Message):
+    """One of the most probable tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Which."""
+    logprob: _builtins.float
+    """Its log probability."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class GenerationSpec(_message.Message):
@@ -431,6 +573,7 @@ class Delta(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     MATCHED_STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     first_sequence_number: _builtins.int
     """Sequence number of the first token here; output tokens are numbered from 1 without a gap. Not set (0) when the
     message carries no token.
@@ -453,6 +596,10 @@ class Delta(_message.Message):
     def usage(self) -> Global___Usage:
         """Set in the last message only."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each of token_ids when the request asked for log probabilities, otherwise none."""
+
     def __init__(
         self,
         *,
@@ -463,10 +610,11 @@ class Delta(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
         matched_stop: _builtins.str | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "cursor", b"cursor", "matched_stop", b"matched_stop", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "cursor", b"cursor", "finish_reason", b"finish_reason", "first_sequence_number", b"first_sequence_number", "matched_stop", b"matched_stop", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "cursor", b"cursor", "finish_reason", b"finish_reason", "first_sequence_number", b"first_sequence_number", "logprobs", b"logprobs", "matched_stop", b"matched_stop", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop: _TypeAlias = _typing.Literal["matched_stop"]  # noqa: Y015
     _WhichOneofArgType__matched_stop: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop"]  # noqa: Y015
@@ -555,6 +703,7 @@ class Generation(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     IS_FINAL_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """Server's id."""
     request_id: _builtins.str
@@ -607,6 +756,10 @@ class Generation(_message.Message):
     def cursor(self) -> Global___Cursor:
         """The cursor behind that output. Only in GetGeneration."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each of token_ids when the request asked for log probabilities. Only in GetGeneration."""
+
     def __init__(
         self,
         *,
@@ -629,10 +782,11 @@ class Generation(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         cursor: Global___Cursor | None = ...,
         is_final: _builtins.bool = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "cursor", b"cursor", "end_time", b"end_time", "error", b"error", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "create_time", b"create_time", "cursor", b"cursor", "end_time", b"end_time", "error", b"error", "finish_reason", b"finish_reason", "generation_id", b"generation_id", "is_final", b"is_final", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority_class", b"priority_class", "request_id", b"request_id", "seed", b"seed", "start_time", b"start_time", "state", b"state", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "create_time", b"create_time", "cursor", b"cursor", "end_time", b"end_time", "error", b"error", "finish_reason", b"finish_reason", "generation_id", b"generation_id", "is_final", b"is_final", "logprobs", b"logprobs", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority_class", b"priority_class", "request_id", b"request_id", "seed", b"seed", "start_time", b"start_time", "state", b"state", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

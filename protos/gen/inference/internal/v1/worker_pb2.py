@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"inference/internal/v1/worker.proto\x12\x15inference.internal.v1\"\xe9\x02\n\x0eSessionRequest\x12+\n\x04open\x18\x01 \x01(\x0b\x32\x1b.inference.internal.v1.OpenH\x00\x12/\n\x06\x61ssign\x18\x02 \x01(\x0b\x32\x1d.inference.internal.v1.AssignH\x00\x12/\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1d.inference.internal.v1.CancelH\x00\x12)\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x1a.inference.internal.v1.AckH\x00\x12\x31\n\x07verdict\x18\x05 \x01(\x0b\x32\x1e.inference.internal.v1.VerdictH\x00\x12\x30\n\x07\x65nd_ack\x18\x06 \x01(\x0b\x32\x1d.inference.internal.v1.EndAckH\x00\x12-\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x1c.inference.internal.v1.DrainH\x00\x42\t\n\x07message\"\xbc\x01\n\x0fSessionResponse\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.inference.internal.v1.HelloH\x00\x12\x35\n\theartbeat\x18\x02 \x01(\x0b\x32 .inference.internal.v1.HeartbeatH\x00\x12\x38\n\x0b\x64\x65lta_batch\x18\x03 \x01(\x0b\x32!.inference.internal.v1.DeltaBatchH\x00\x42\t\n\x07message\"E\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bowner_epoch\x18\x02 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x03 \x01(\t\"\xa6\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x19\n\x11max_output_tokens\x18\x05 \x01(\r\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\"@\n\x06\x41ssign\x12\x36\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32!.inference.internal.v1.Assignment\"\xd7\x01\n\nAssignment\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x37\n\x08sampling\x18\x05 \x01(\x0b\x32%.inference.internal.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\r\x12\r\n\x05nonce\x18\x07 \x01(\x06\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"=\n\x06\x43\x61ncel\x12\x33\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32!.inference.internal.v1.AttemptRef\"4\n\nAttemptRef\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x14\n\x03\x41\x63k\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\"B\n\x07Verdict\x12\x37\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32%.inference.internal.v1.AttemptVerdict\"\x8f\x01\n\x0e\x41ttemptVerdict\x12\x32\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32!.inference.internal.v1.AttemptRef\x12\x34\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32$.inference.internal.v1.VerdictAction\x12\x13\n\x0bresend_from\x18\x03 \x01(\x04\"=\n\x06\x45ndAck\x12\x33\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32!.inference.internal.v1.AttemptRef\"\x07\n\x05\x44rain\"\xc7\x01\n\x12WorkerCapabilities\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\x12\x11\n\tprecision\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\x04\x12\x12\n\nvocab_size\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x13\n\x0bmax_running\x18\t \x01(\r\"\xda\x01\n\nLoadReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rlargest_batch\x18\x07 \x01(\r\x12\x10\n\x08kv_waste\x18\x08 \x01(\x01\x12\x15\n\rnum_preempted\x18\t \x01(\x04\x12\x13\n\x0bis_draining\x18\n \x01(\x08\"h\n\x0bHeldAttempt\x12\x32\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32!.inference.internal.v1.AttemptRef\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"\xbf\x01\n\x05Hello\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12?\n\x0c\x63\x61pabilities\x18\x02 \x01(\x0b\x32).inference.internal.v1.WorkerCapabilities\x12/\n\x04load\x18\x03 \x01(\x0b\x32!.inference.internal.v1.LoadReport\x12\x30\n\x04held\x18\x04 \x03(\x0b\x32\".inference.internal.v1.HeldAttempt\"n\n\tHeartbeat\x12/\n\x04load\x18\x01 \x01(\x0b\x32!.inference.internal.v1.LoadReport\x12\x30\n\x04held\x18\x02 \x03(\x0b\x32\".inference.internal.v1.HeldAttempt\"P\n\nDeltaBatch\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x33\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32#.inference.internal.v1.AttemptDelta\"\xc6\x01\n\x0c\x41ttemptDelta\x12\x32\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32!.inference.internal.v1.AttemptRef\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x12\n\nprev_chain\x18\x05 \x01(\x06\x12\r\n\x05\x63hain\x18\x06 \x01(\x06\x12.\n\x03\x65nd\x18\x07 \x01(\x0b\x32!.inference.internal.v1.AttemptEnd\"\x95\x01\n\nAttemptEnd\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x19\n\x0cmatched_stop\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x04\x42\x0f\n\r_matched_stop*\x82\x01\n\rVerdictAction\x12\x1e\n\x1aVERDICT_ACTION_UNSPECIFIED\x10\x00\x12\x17\n\x13VERDICT_ACTION_KEEP\x10\x01\x12\x1e\n\x1aVERDICT_ACTION_RESEND_FROM\x10\x02\x12\x18\n\x14VERDICT_ACTION_ABORT\x10\x03\x32m\n\rWorkerService\x12\\\n\x07Session\x12%.inference.internal.v1.SessionRequest\x1a&.inference.internal.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"inference/internal/v1/worker.proto\x12\x15inference.internal.v1\"\xe9\x02\n\x0eSessionRequest\x12+\n\x04open\x18\x01 \x01(\x0b\x32\x1b.inference.internal.v1.OpenH\x00\x12/\n\x06\x61ssign\x18\x02 \x01(\x0b\x32\x1d.inference.internal.v1.AssignH\x00\x12/\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x1d.inference.internal.v1.CancelH\x00\x12)\n\x03\x61\x63k\x18\x04 \x01(\x0b\x32\x1a.inference.internal.v1.AckH\x00\x12\x31\n\x07verdict\x18\x05 \x01(\x0b\x32\x1e.inference.internal.v1.VerdictH\x00\x12\x30\n\x07\x65nd_ack\x18\x06 \x01(\x0b\x32\x1d.inference.internal.v1.EndAckH\x00\x12-\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x1c.inference.internal.v1.DrainH\x00\x42\t\n\x07message\"\xbc\x01\n\x0fSessionResponse\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.inference.internal.v1.HelloH\x00\x12\x35\n\theartbeat\x18\x02 \x01(\x0b\x32 .inference.internal.v1.HeartbeatH\x00\x12\x38\n\x0b\x64\x65lta_batch\x18\x03 \x01(\x0b\x32!.inference.internal.v1.DeltaBatchH\x00\x42\t\n\x07message\"E\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x13\n\x0bowner_epoch\x18\x02 \x01(\x04\x12\x14\n\x0cscheduler_id\x18\x03 \x01(\t\"\x91\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x19\n\x11max_output_tokens\x18\x05 \x01(\r\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x19\n\x11min_output_tokens\x18\t \x01(\r\x12\r\n\x05min_p\x18\n \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x0b \x01(\x01\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x01\x12\x34\n\nlogit_bias\x18\x0e \x03(\x0b\x32 .inference.internal.v1.LogitBias\x12\x14\n\x0cinclude_stop\x18\x0f \x01(\x08\x12\x15\n\x08logprobs\x18\x10 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"@\n\x06\x41ssign\x12\x36\n\x0b\x61ssignments\x18\x01 \x03(\x0b\x32!.inference.internal.v1.Assignment\"\xec\x01\n\nAssignment\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x37\n\x08sampling\x18\x05 \x01(\x0b\x32%.inference.internal.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\r\x12\r\n\x05nonce\x18\x07 \x01(\x06\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x12\x13\n\x0bprefix_salt\x18\t \x01(\t\"=\n\x06\x43\x61ncel\x12\x33\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32!.inference.internal.v1.AttemptRef\"4\n\nAttemptRef\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x14\n\x03\x41\x63k\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\"B\n\x07Verdict\x12\x37\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32%.inference.internal.v1.AttemptVerdict\"\x8f\x01\n\x0e\x41ttemptVerdict\x12\x32\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32!.inference.internal.v1.AttemptRef\x12\x34\n\x06\x61\x63tion\x18\x02 \x01(\x0e\x32$.inference.internal.v1.VerdictAction\x12\x13\n\x0bresend_from\x18\x03 \x01(\x04\"=\n\x06\x45ndAck\x12\x33\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32!.inference.internal.v1.AttemptRef\"\x07\n\x05\x44rain\"\xe3\x01\n\x12WorkerCapabilities\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\x12\x11\n\tprecision\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\x04\x12\x12\n\nvocab_size\x18\x06 \x01(\x04\x12\x12\n\nnum_blocks\x18\x07 \x01(\x04\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x13\n\x0bmax_running\x18\t \x01(\r\x12\x1a\n\x12is_batch_invariant\x18\n \x01(\x08\"\x9e\x03\n\nLoadReport\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\x04\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rlargest_batch\x18\x07 \x01(\r\x12\x10\n\x08kv_waste\x18\x08 \x01(\x01\x12\x15\n\rnum_preempted\x18\t \x01(\x04\x12\x13\n\x0bis_draining\x18\n \x01(\x08\x12\x13\n\x0broom_blocks\x18\x0b \x03(\x04\x12\x19\n\x11num_cached_blocks\x18\x0c \x01(\x04\x12\"\n\x1anum_computed_prompt_tokens\x18\r \x01(\x04\x12 \n\x18num_cached_prompt_tokens\x18\x0e \x01(\x04\x12\x1a\n\x12num_blocks_to_host\x18\x0f \x01(\x04\x12\x1c\n\x14num_blocks_from_host\x18\x10 \x01(\x04\x12\x12\n\nnum_failed\x18\x11 \x01(\x04\"h\n\x0bHeldAttempt\x12\x32\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32!.inference.internal.v1.AttemptRef\x12\x10\n\x08position\x18\x02 \x01(\x04\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"\xd8\x01\n\x05Hello\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12?\n\x0c\x63\x61pabilities\x18\x02 \x01(\x0b\x32).inference.internal.v1.WorkerCapabilities\x12/\n\x04load\x18\x03 \x01(\x0b\x32!.inference.internal.v1.LoadReport\x12\x30\n\x04held\x18\x04 \x03(\x0b\x32\".inference.internal.v1.HeldAttempt\x12\x17\n\x0f\x63\x61\x63hed_prefixes\x18\x05 \x03(\x06\"\xae\x01\n\tHeartbeat\x12/\n\x04load\x18\x01 \x01(\x0b\x32!.inference.internal.v1.LoadReport\x12\x30\n\x04held\x18\x02 \x03(\x0b\x32\".inference.internal.v1.HeldAttempt\x12\x1d\n\x15\x63\x61\x63hed_prefixes_added\x18\x03 \x03(\x06\x12\x1f\n\x17\x63\x61\x63hed_prefixes_removed\x18\x04 \x03(\x06\"P\n\nDeltaBatch\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\x04\x12\x33\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32#.inference.internal.v1.AttemptDelta\"\xfd\x01\n\x0c\x41ttemptDelta\x12\x32\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32!.inference.internal.v1.AttemptRef\x12\r\n\x05\x66irst\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05texts\x18\x04 \x03(\t\x12\x12\n\nprev_chain\x18\x05 \x01(\x06\x12\r\n\x05\x63hain\x18\x06 \x01(\x06\x12.\n\x03\x65nd\x18\x07 \x01(\x0b\x32!.inference.internal.v1.AttemptEnd\x12\x35\n\x08logprobs\x18\x08 \x03(\x0b\x32#.inference.internal.v1.TokenLogprob\"\x95\x01\n\nAttemptEnd\x12\x15\n\rfinish_reason\x18\x01 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x19\n\x0cmatched_stop\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x15\n\routput_tokens\x18\x04 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x04\x42\x0f\n\r_matched_stop*\x82\x01\n\rVerdictAction\x12\x1e\n\x1aVERDICT_ACTION_UNSPECIFIED\x10\x00\x12\x17\n\x13VERDICT_ACTION_KEEP\x10\x01\x12\x1e\n\x1aVERDICT_ACTION_RESEND_FROM\x10\x02\x12\x18\n\x14VERDICT_ACTION_ABORT\x10\x03\x32m\n\rWorkerService\x12\\\n\x07Session\x12%.inference.internal.v1.SessionRequest\x1a&.inference.internal.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'inference.internal.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICTACTION']._serialized_start=2836
-  _globals['_VERDICTACTION']._serialized_end=2966
+  _globals['_VERDICTACTION']._serialized_start=3584
+  _globals['_VERDICTACTION']._serialized_end=3714
   _globals['_SESSIONREQUEST']._serialized_start=62
   _globals['_SESSIONREQUEST']._serialized_end=423
   _globals['_SESSIONRESPONSE']._serialized_start=426
@@ -40,41 +40,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPEN']._serialized_start=616
   _globals['_OPEN']._serialized_end=685
   _globals['_SAMPLINGPARAMS']._serialized_start=688
-  _globals['_SAMPLINGPARAMS']._serialized_end=854
-  _globals['_ASSIGN']._serialized_start=856
-  _globals['_ASSIGN']._serialized_end=920
-  _globals['_ASSIGNMENT']._serialized_start=923
-  _globals['_ASSIGNMENT']._serialized_end=1138
-  _globals['_CANCEL']._serialized_start=1140
-  _globals['_CANCEL']._serialized_end=1201
-  _globals['_ATTEMPTREF']._serialized_start=1203
-  _globals['_ATTEMPTREF']._serialized_end=1255
-  _globals['_ACK']._serialized_start=1257
-  _globals['_ACK']._serialized_end=1277
-  _globals['_VERDICT']._serialized_start=1279
-  _globals['_VERDICT']._serialized_end=1345
-  _globals['_ATTEMPTVERDICT']._serialized_start=1348
-  _globals['_ATTEMPTVERDICT']._serialized_end=1491
-  _globals['_ENDACK']._serialized_start=1493
-  _globals['_ENDACK']._serialized_end=1554
-  _globals['_DRAIN']._serialized_start=1556
-  _globals['_DRAIN']._serialized_end=1563
-  _globals['_WORKERCAPABILITIES']._serialized_start=1566
-  _globals['_WORKERCAPABILITIES']._serialized_end=1765
-  _globals['_LOADREPORT']._serialized_start=1768
-  _globals['_LOADREPORT']._serialized_end=1986
-  _globals['_HELDATTEMPT']._serialized_start=1988
-  _globals['_HELDATTEMPT']._serialized_end=2092
-  _globals['_HELLO']._serialized_start=2095
-  _globals['_HELLO']._serialized_end=2286
-  _globals['_HEARTBEAT']._serialized_start=2288
-  _globals['_HEARTBEAT']._serialized_end=2398
-  _globals['_DELTABATCH']._serialized_start=2400
-  _globals['_DELTABATCH']._serialized_end=2480
-  _globals['_ATTEMPTDELTA']._serialized_start=2483
-  _globals['_ATTEMPTDELTA']._serialized_end=2681
-  _globals['_ATTEMPTEND']._serialized_start=2684
-  _globals['_ATTEMPTEND']._serialized_end=2833
-  _globals['_WORKERSERVICE']._serialized_start=2968
-  _globals['_WORKERSERVICE']._serialized_end=3077
+  _globals['_SAMPLINGPARAMS']._serialized_end=1089
+  _globals['_LOGITBIAS']._serialized_start=1091
+  _globals['_LOGITBIAS']._serialized_end=1134
+  _globals['_TOKENLOGPROB']._serialized_start=1136
+  _globals['_TOKENLOGPROB']._serialized_end=1212
+  _globals['_ASSIGN']._serialized_start=1214
+  _globals['_ASSIGN']._serialized_end=1278
+  _globals['_ASSIGNMENT']._serialized_start=1281
+  _globals['_ASSIGNMENT']._serialized_end=1517
+  _globals['_CANCEL']._serialized_start=1519
+  _globals['_CANCEL']._serialized_end=1580
+  _globals['_ATTEMPTREF']._serialized_start=1582
+  _globals['_ATTEMPTREF']._serialized_end=1634
+  _globals['_ACK']._serialized_start=1636
+  _globals['_ACK']._serialized_end=1656
+  _globals['_VERDICT']._serialized_start=1658
+  _globals['_VERDICT']._serialized_end=1724
+  _globals['_ATTEMPTVERDICT']._serialized_start=1727
+  _globals['_ATTEMPTVERDICT']._serialized_end=1870
+  _globals['_ENDACK']._serialized_start=1872
+  _globals['_ENDACK']._serialized_end=1933
+  _globals['_DRAIN']._serialized_start=1935
+  _globals['_DRAIN']._serialized_end=1942
+  _globals['_WORKERCAPABILITIES']._serialized_start=1945
+  _globals['_WORKERCAPABILITIES']._serialized_end=2172
+  _globals['_LOADREPORT']._serialized_start=2175
+  _globals['_LOADREPORT']._serialized_end=2589
+  _globals['_HELDATTEMPT']._serialized_start=2591
+  _globals['_HELDATTEMPT']._serialized_end=2695
+  _globals['_HELLO']._serialized_start=2698
+  _globals['_HELLO']._serialized_end=2914
+  _globals['_HEARTBEAT']._serialized_start=2917
+  _globals['_HEARTBEAT']._serialized_end=3091
+  _globals['_DELTABATCH']._serialized_start=3093
+  _globals['_DELTABATCH']._serialized_end=3173
+  _globals['_ATTEMPTDELTA']._serialized_start=3176
+  _globals['_ATTEMPTDELTA']._serialized_end=3429
+  _globals['_ATTEMPTEND']._serialized_start=3432
+  _globals['_ATTEMPTEND']._serialized_end=3581
+  _globals['_WORKERSERVICE']._serialized_start=3716
+  _globals['_WORKERSERVICE']._serialized_end=3825
 # @@protoc_insertion_point(module_scope)

@@ -191,6 +191,14 @@ class SamplingParams(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_k: _builtins.int
@@ -203,6 +211,20 @@ class SamplingParams(_message.Message):
     """Over all attempts."""
     ignore_eos: _builtins.bool
     """End-of-sequence tokens are ordinary."""
+    min_output_tokens: _builtins.int
+    """No stop before so many tokens."""
+    min_p: _builtins.float
+    """0 is off."""
+    repetition_penalty: _builtins.float
+    """1 is off."""
+    presence_penalty: _builtins.float
+    """0 is off."""
+    frequency_penalty: _builtins.float
+    """0 is off."""
+    include_stop: _builtins.bool
+    """The output ends behind the stop string."""
+    logprobs: _builtins.int
+    """Unset is off."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stop strings."""
@@ -210,6 +232,10 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Stop tokens."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]:
+        """Sorted by token id, each once."""
 
     def __init__(
         self,
@@ -222,14 +248,84 @@ class SamplingParams(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
+        min_output_tokens: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        include_stop: _builtins.bool = ...,
+        logprobs: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_output_tokens", b"max_output_tokens", "min_output_tokens", b"min_output_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+
+Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    """What is added to the logit of one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """Which."""
+    bias: _builtins.float
+    """How much."""
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        bias: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_output_tokens", b"max_output_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
+class TokenLogprob(_message.Message):
+    """Natural log probabilities at one output position, of the model's raw distribution."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    """The output token's."""
+    @_builtins.property
+    def top_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The most probable tokens, most probable first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Theirs."""
+
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Assign(_message.Message):
@@ -269,6 +365,7 @@ class Assignment(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     NONCE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PREFIX_SALT_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """Which generation."""
     attempt: _builtins.int
@@ -279,6 +376,8 @@ class Assignment(_message.Message):
     """Number of the attempt, drawn at the grant; the simulated engine mixes it into every token."""
     traceparent: _builtins.str
     """W3C trace context of the attempt."""
+    prefix_salt: _builtins.str
+    """Cached prefixes are shared among attempts of equal salt only."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The original prompt."""
@@ -302,10 +401,11 @@ class Assignment(_message.Message):
         priority: _builtins.int = ...,
         nonce: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        prefix_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation_id", b"generation_id", "nonce", b"nonce", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "generation_id", b"generation_id", "nonce", b"nonce", "output_token_ids", b"output_token_ids", "prefix_salt", b"prefix_salt", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,6 +595,7 @@ class WorkerCapabilities(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
+    IS_BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """"native" or "simulated"."""
     model: _builtins.str
@@ -513,6 +614,8 @@ class WorkerCapabilities(_message.Message):
     """Tokens per block."""
     max_running: _builtins.int
     """Most sequences in one batch."""
+    is_batch_invariant: _builtins.bool
+    """Whether logits are the same bits in any batch, chunking and cache state."""
     def __init__(
         self,
         *,
@@ -525,10 +628,11 @@ class WorkerCapabilities(_message.Message):
         num_blocks: _builtins.int = ...,
         block_size: _builtins.int = ...,
         max_running: _builtins.int = ...,
+        is_batch_invariant: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_length", b"context_length", "engine", b"engine", "max_running", b"max_running", "model", b"model", "model_revision", b"model_revision", "num_blocks", b"num_blocks", "precision", b"precision", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_length", b"context_length", "engine", b"engine", "is_batch_invariant", b"is_batch_invariant", "max_running", b"max_running", "model", b"model", "model_revision", b"model_revision", "num_blocks", b"num_blocks", "precision", b"precision", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -550,6 +654,13 @@ class LoadReport(_message.Message):
     KV_WASTE_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTED_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
+    ROOM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_TO_HOST_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FROM_HOST_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step counter of the engine."""
     num_running: _builtins.int
@@ -570,6 +681,22 @@ class LoadReport(_message.Message):
     """Sequences preempted so far."""
     is_draining: _builtins.bool
     """The worker takes no new work."""
+    num_cached_blocks: _builtins.int
+    """Blocks that can be found by their hash now."""
+    num_computed_prompt_tokens: _builtins.int
+    """Tokens computed to fill caches so far."""
+    num_cached_prompt_tokens: _builtins.int
+    """Tokens that did not have to be computed so far, because their blocks were found."""
+    num_blocks_to_host: _builtins.int
+    """Blocks copied to the host tier so far."""
+    num_blocks_from_host: _builtins.int
+    """Blocks copied from the host tier so far."""
+    num_failed: _builtins.int
+    """Attempts that ended with a failure so far."""
+    @_builtins.property
+    def room_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks that a new attempt of class 0, 1, 2 could get: free ones, and those that only lower classes hold."""
+
     def __init__(
         self,
         *,
@@ -583,10 +710,17 @@ class LoadReport(_message.Message):
         kv_waste: _builtins.float = ...,
         num_preempted: _builtins.int = ...,
         is_draining: _builtins.bool = ...,
+        room_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        num_cached_blocks: _builtins.int = ...,
+        num_computed_prompt_tokens: _builtins.int = ...,
+        num_cached_prompt_tokens: _builtins.int = ...,
+        num_blocks_to_host: _builtins.int = ...,
+        num_blocks_from_host: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "kv_waste", b"kv_waste", "largest_batch", b"largest_batch", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "kv_waste", b"kv_waste", "largest_batch", b"largest_batch", "num_blocks", b"num_blocks", "num_blocks_from_host", b"num_blocks_from_host", "num_blocks_to_host", b"num_blocks_to_host", "num_cached_blocks", b"num_cached_blocks", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "num_failed", b"num_failed", "num_free_blocks", b"num_free_blocks", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "room_blocks", b"room_blocks", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -634,6 +768,7 @@ class Hello(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    CACHED_PREFIXES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Incarnation."""
     @_builtins.property
@@ -648,6 +783,10 @@ class Hello(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldAttempt]:
         """Everything it holds."""
 
+    @_builtins.property
+    def cached_prefixes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Digests of all cached prefix blocks."""
+
     def __init__(
         self,
         *,
@@ -655,10 +794,11 @@ class Hello(_message.Message):
         capabilities: Global___WorkerCapabilities | None = ...,
         load: Global___LoadReport | None = ...,
         held: _abc.Iterable[Global___HeldAttempt] | None = ...,
+        cached_prefixes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "held", b"held", "load", b"load", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prefixes", b"cached_prefixes", "capabilities", b"capabilities", "held", b"held", "load", b"load", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -672,6 +812,8 @@ class Heartbeat(_message.Message):
 
     LOAD_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    CACHED_PREFIXES_ADDED_FIELD_NUMBER: _builtins.int
+    CACHED_PREFIXES_REMOVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """How full it is."""
@@ -680,15 +822,25 @@ class Heartbeat(_message.Message):
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldAttempt]:
         """Everything it holds."""
 
+    @_builtins.property
+    def cached_prefixes_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Digests of prefix blocks that came to the cache since the last heartbeat (or hello)."""
+
+    @_builtins.property
+    def cached_prefixes_removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Digests of prefix blocks that left it since."""
+
     def __init__(
         self,
         *,
         load: Global___LoadReport | None = ...,
         held: _abc.Iterable[Global___HeldAttempt] | None = ...,
+        cached_prefixes_added: _abc.Iterable[_builtins.int] | None = ...,
+        cached_prefixes_removed: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "load", b"load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prefixes_added", b"cached_prefixes_added", "cached_prefixes_removed", b"cached_prefixes_removed", "held", b"held", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -735,6 +887,7 @@ class AttemptDelta(_message.Message):
     PREV_CHAIN_FIELD_NUMBER: _builtins.int
     CHAIN_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     first: _builtins.int
     """Sequence number of the first token; 0 when there is none."""
     prev_chain: _builtins.int
@@ -757,6 +910,10 @@ class AttemptDelta(_message.Message):
     def end(self) -> Global___AttemptEnd:
         """Set on the worker's last word about the attempt."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
+        """One for each token when the request asked for log probabilities, otherwise none."""
+
     def __init__(
         self,
         *,
@@ -767,10 +924,11 @@ class AttemptDelta(_message.Message):
         prev_chain: _builtins.int = ...,
         chain: _builtins.int = ...,
         end: Global___AttemptEnd | None = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end", b"end"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "end", b"end", "first", b"first", "prev_chain", b"prev_chain", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chain", b"chain", "end", b"end", "first", b"first", "logprobs", b"logprobs", "prev_chain", b"prev_chain", "texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

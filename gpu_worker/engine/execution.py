@@ -1,0 +1,61 @@
+"""What the engine asks of the part that computes: run a plan, draw the next tokens. Pure; torch is on the other side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpu_worker.engine.sequence import BlockMoves, StepPlan
+from service_kit.delta import TokenLogprob
+from service_kit.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """How the next token of one sequence is drawn.
+
+    position: sequence number the token would get, from 1; with the seed it decides the random number. token_ids: prompt
+    and output so far, a live list that only grows; the first num_prompt_tokens are the original prompt. banned_token_ids
+    cannot be drawn: the end tokens before min_output_tokens.
+    """
+
+    sequence_id: str
+    sampling: SamplingParams
+    position: int
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    banned_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The token that was drawn; `logprob` if the request asked for log probabilities."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+NOT_FINITE = "the model's logits are not finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleFailure:
+    """Why no token could be drawn for a sequence; its neighbours are not concerned."""
+
+    reason: str
+
+
+class Executor(Protocol):
+    """A model, its KV memory and a sampler on one device."""
+
+    def move(self, moves: BlockMoves) -> None:
+        """Copies blocks; once per plan, before `run`."""
+
+    def run(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
+        """Computes the plan and draws one token per sampled sequence, in plan order; `requests` are theirs.
+
+        May raise anything, out of memory included, and may then be asked again for a part of the plan: writing the same
+        KV twice changes nothing.
+        """
+
+    def forget(self, sequence_id: str) -> None:
+        """Drops what is remembered between the steps of a sequence (penalty counts). Unknown ids are ignored."""
