@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import assert_never
 
+import numpy as np
 import torch
 
 from gpu_worker.layers.rope_config import RopeConfig
@@ -37,20 +38,37 @@ def _stretch_low_frequencies(frequencies: torch.Tensor, config: RopeConfig) -> t
     return torch.where(wavelengths < longest_kept, frequencies, stretched)
 
 
+class RotaryTable:
+    """Cosines and sines of every position, made once: [num_positions, 2, head_dim / 2] in the model's type.
+
+    The angles are fp32, as in the models' own code. Cosines and sines are taken in fp64 by one thread and rounded: torch's
+    fp32 ones depend on where a thread's share ends, so that the same position would not have the same bits everywhere.
+    """
+
+    def __init__(
+        self, frequencies: torch.Tensor, *, num_positions: int, dtype: torch.dtype, scale: float = 1.0
+    ) -> None:
+        """`frequencies` [head_dim / 2] name the device; `scale` multiplies cosines and sines (YaRN's attention factor)."""
+        angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies.cpu().float().numpy()
+        table = np.empty((num_positions, 2, angles.shape[1]), dtype=np.float32)
+        np.cos(angles, out=table[:, 0], dtype=np.float64, casting="same_kind")
+        np.sin(angles, out=table[:, 1], dtype=np.float64, casting="same_kind")
+        self._table = torch.from_numpy(table * np.float32(scale)).to(dtype).to(frequencies.device)
+
+    def at(self, positions: torch.Tensor) -> "Rotation":
+        """The rotation of rows at `positions` [T]."""
+        return Rotation(turns=self._table.index_select(0, positions))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """Cosines and sines of the rows of one step, [T, 1, head_dim / 2] each; the same in every layer."""
+    """Cosines and sines of the rows of one step, [T, 2, head_dim / 2]; the same in every layer."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    @classmethod
-    def at(cls, positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype) -> "Rotation":
-        """The rotation of rows at `positions` [T]; angles are computed in fp32."""
-        angles = positions.float()[:, None, None] * frequencies
-        return cls(cos=angles.cos().to(dtype), sin=angles.sin().to(dtype))
+    turns: torch.Tensor
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
-        """Turns `heads` [T, heads, head_dim]; element i is paired with element i + head_dim / 2."""
+        """Turns `heads` [T, heads, head_dim] in place and returns them; element i is paired with i + head_dim / 2."""
         first, second = heads.chunk(2, dim=-1)
-        return torch.cat((first * self.cos - second * self.sin, second * self.cos + first * self.sin), dim=-1)
+        cos, sin = self.turns[:, None, 0], self.turns[:, None, 1]
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return heads.copy_(turned)

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from gpu_worker.artifacts.weights import load_weights
 from gpu_worker.attention.port import StepAttention
+from gpu_worker.layers.activation import silu_and_multiply
 from gpu_worker.layers.norm import rms_norm
-from gpu_worker.layers.rope import Rotation, inverse_frequencies
+from gpu_worker.layers.rope import RotaryTable, Rotation, inverse_frequencies
 from gpu_worker.models.config import ModelConfig
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -51,7 +52,11 @@ class LlamaModel:
         self._head = self._embedding if config.is_tied else weights.pop(_HEAD)
         self._final_norm = weights.pop(_FINAL_NORM)
         self._layers = [_take_layer(weights, f"model.layers.{index}.") for index in range(config.num_layers)]
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self._embedding.device)
+        self._rotary_table = RotaryTable(
+            inverse_frequencies(config.rope, config.head_dim).to(self._embedding.device),
+            num_positions=config.max_position_embeddings,
+            dtype=self._embedding.dtype,
+        )
 
     @classmethod
     def load(cls, directory: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> "LlamaModel":
@@ -68,12 +73,12 @@ class LlamaModel:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: StepAttention) -> torch.Tensor:
         """Hidden states [T, hidden_size] behind the last layer for packed ids and positions [T]."""
         hidden = self._embedding[token_ids]
-        rotation = Rotation.at(positions, self._frequencies, hidden.dtype)
+        rotation = self._rotary_table.at(positions)
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self._layers):
             hidden = hidden + self._attention(index, layer, rms_norm(hidden, layer.input_norm, eps), rotation, attend)
-            gate, up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(silu(gate) * up)
+            gate_up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))
+            hidden = hidden + layer.down(silu_and_multiply(gate_up))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
