@@ -57,7 +57,7 @@ def load_engine(directory: Path, settings: dict[str, Any]) -> Engine:
     if read_manifest(directory).precision == SIMULATED_PRECISION:
         return load_simulated_engine(directory, settings=SimulatedSettings(**settings))
     # Only here is torch loaded: the simulated engine starts without it.
-    from gpu_worker.engine.engine import load_native_engine  # noqa: PLC0415
+    from gpu_worker.engine.loading import load_native_engine  # noqa: PLC0415
     from gpu_worker.engine.settings import EngineSettings  # noqa: PLC0415
 
     return load_native_engine(directory, settings=EngineSettings(**settings))

@@ -1,17 +1,14 @@
-"""The native engine: a step is schedule, run, sample, number, and nothing else happens in between."""
+"""The native engine: a step is schedule, move blocks, run, number, and nothing else happens in between. No torch."""
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
-import torch
 
 from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.execution import Executor, Sampled, SampleFailure, SampleRequest
 from gpu_worker.engine.live_sequence import LiveSequence
-from gpu_worker.engine.loading import load_parts
 from gpu_worker.engine.port import (
     Capabilities,
     LoadReport,
@@ -20,9 +17,8 @@ from gpu_worker.engine.port import (
     SequenceSpec,
     StepOutput,
 )
-from gpu_worker.engine.sampler import SampleRequest, sample
-from gpu_worker.engine.sequence import Sequence, StepPlan
-from gpu_worker.engine.settings import EngineSettings
+from gpu_worker.engine.sequence import PlannedSequence, StepPlan
+from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
 
@@ -31,43 +27,39 @@ _MAX_FINISHED_IDS = 4096
 log = structlog.get_logger()
 
 
-class Runner(Protocol):
-    """Computes plans; ModelRunner is the real one."""
-
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        """Logits of the sampled sequences in plan order. May raise, and may then be asked again for a part of the plan."""
-
-
 class NativeEngine:
-    """Implements `gpu_worker.engine.port.Engine` over a model of our own.
+    """Implements `gpu_worker.engine.port.Engine` over an executor.
 
-    When computing a step fails, its sequences are computed one by one: those that fail alone end with a failure, the
+    When computing a step fails, its sequences are computed again in halves: those that fail alone end with a failure, the
     others lose nothing.
     """
 
     def __init__(
         self,
         *,
-        runner: Runner,
+        executor: Executor,
         capabilities: Capabilities,
         limits: StepLimits,
         table: TokenTable,
         eos_token_ids: Iterable[int],
         clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner = runner
+        self._executor = executor
         self._capabilities = capabilities
         self._pool = BlockPool(num_blocks=capabilities.num_blocks, block_size=capabilities.block_size)
         self._scheduler = StepScheduler(pool=self._pool, limits=limits)
         self._table = table
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
+        self._timer = timer
         self._live: dict[str, LiveSequence] = {}
         self._ending: list[str] = []
         # Remembered so that an add repeated after the end does not run the sequence again; the oldest is forgotten.
         self._finished_ids: OrderedDict[str, None] = OrderedDict()
         self._step = 0
         self._largest_batch = 0
+        self._num_failed = 0
 
     def capabilities(self) -> Capabilities:
         return self._capabilities
@@ -109,6 +101,7 @@ class NativeEngine:
         plan = self._scheduler.schedule()
         if plan.preempted:
             log.info("sequences_preempted", step=self._step, sequence_ids=plan.preempted)
+        outputs += self._move(plan)
         if plan.sequences:
             outputs += self._compute(plan)
         return StepOutput(step=self._step, outputs=tuple(outputs))
@@ -126,6 +119,7 @@ class NativeEngine:
             block_size=self._pool.block_size,
             kv_waste=1 - self._scheduler.num_computed_tokens / num_slots if num_slots else 0.0,
             num_preempted=self._scheduler.num_preempted,
+            num_failed=self._num_failed,
         )
 
     def check_integrity(self) -> None:
@@ -146,66 +140,82 @@ class NativeEngine:
                 f"prompt and max_output_tokens are {num_tokens} tokens together, the context holds {context_length}"
             )
 
+    def _move(self, plan: StepPlan) -> list[SequenceOutput]:
+        """Copies the plan's blocks. When that fails, the sequences that would read the copies end with a failure."""
+        if not plan.moves:
+            return []
+        try:
+            self._executor.move(plan.moves)
+        except Exception as error:
+            log.exception("moving_blocks_failed", step=self._step)
+            filled = {block for _, block in (*plan.moves.from_host, *plan.moves.duplicated)}
+            concerned = [live for live in self._live.values() if not filled.isdisjoint(live.sequence.block_table)]
+            return [self._fail(live, f"moving blocks failed: {_describe(error)}") for live in concerned]
+        return []
+
     def _compute(self, plan: StepPlan) -> list[SequenceOutput]:
-        self._largest_batch = max(self._largest_batch, len(plan.sequences))
+        planned = [each for each in plan.sequences if each.sequence_id in self._live]
+        self._largest_batch = max(self._largest_batch, len(planned))
         now = self._clock()
-        for planned in plan.sequences:
-            live = self._live[planned.sequence_id]
+        for each in planned:
+            live = self._live[each.sequence_id]
             live.prefill_started = live.prefill_started or now
-        sampled, failures = self._run(plan)
-        outputs = [self._fail(self._live[sequence_id], failure) for sequence_id, failure in failures.items()]
-        self._scheduler.update(plan, sampled)
+        results = self._run(planned)
+        outputs = [
+            self._fail(self._live[sequence_id], result.reason)
+            for sequence_id, result in results.items()
+            if isinstance(result, SampleFailure)
+        ]
+        sampled = {sequence_id: result for sequence_id, result in results.items() if isinstance(result, Sampled)}
+        self._scheduler.update(plan, {sequence_id: result.token_id for sequence_id, result in sampled.items()})
         now = self._clock()
-        for sequence_id, token_id in sampled.items():
+        for sequence_id, result in sampled.items():
             live = self._live[sequence_id]
             live.first_token = live.first_token or now
-            output = self._push(live, token_id)
+            output = self._push(live, result)
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _run(self, plan: StepPlan) -> tuple[dict[str, int], dict[str, str]]:
-        """Drawn tokens and failure texts by sequence."""
+    def _run(self, planned: Sequence[PlannedSequence]) -> dict[str, Sampled | SampleFailure]:
+        """What was drawn for each sampled sequence, or why it cannot go on; also for those that only filled caches."""
+        if not planned:
+            return {}
+        sampled_ids = [each.sequence_id for each in planned if each.is_sampled]
+        requests = [self._sample_request(self._live[sequence_id]) for sequence_id in sampled_ids]
         try:
-            return self._run_once(plan)
+            results = self._executor.run(StepPlan(sequences=tuple(planned)), requests)
+            return dict(zip(sampled_ids, results, strict=True))
         except Exception as error:
             # Whatever the model raised, it must not end the sequences that did not cause it.
-            log.exception("step_failed", step=self._step, num_sequences=len(plan.sequences))
-            if len(plan.sequences) == 1:
-                return {}, {plan.sequences[0].sequence_id: f"the step failed: {type(error).__name__}: {error}"}
-        sampled: dict[str, int] = {}
-        failures: dict[str, str] = {}
-        for planned in plan.sequences:
-            sampled_alone, failures_alone = self._run(plan.only(planned.sequence_id))
-            sampled |= sampled_alone
-            failures |= failures_alone
-        return sampled, failures
+            log.exception("step_failed", step=self._step, num_sequences=len(planned))
+            if len(planned) == 1:
+                return {planned[0].sequence_id: SampleFailure(reason=f"the step failed: {_describe(error)}")}
+        half = len(planned) // 2
+        return self._run(planned[:half]) | self._run(planned[half:])
 
-    def _run_once(self, plan: StepPlan) -> tuple[dict[str, int], dict[str, str]]:
-        logits = self._runner.run(plan)
-        sequence_ids = [planned.sequence_id for planned in plan.sequences if planned.is_sampled]
-        tokens = sample(logits, [_sample_request(self._live[sequence_id]) for sequence_id in sequence_ids])
-        sampled: dict[str, int] = {}
-        failures: dict[str, str] = {}
-        for sequence_id, token_id in zip(sequence_ids, tokens, strict=True):
-            if token_id is None:
-                failures[sequence_id] = "the model's logits are not finite"
-            else:
-                sampled[sequence_id] = token_id
-        return sampled, failures
+    def _sample_request(self, live: LiveSequence) -> SampleRequest:
+        return SampleRequest(
+            sequence_id=live.spec.sequence_id,
+            sampling=live.spec.sampling,
+            position=live.next_position,
+            token_ids=live.sequence.token_ids,
+            num_prompt_tokens=live.sequence.num_prompt_tokens,
+        )
 
-    def _push(self, live: LiveSequence, token_id: int) -> SequenceOutput | None:
+    def _push(self, live: LiveSequence, sampled: Sampled) -> SequenceOutput | None:
         try:
-            output = live.push(token_id)
+            output = live.push(sampled.token_id)
         except Exception as error:
             log.exception("output_failed", step=self._step, sequence_id=live.spec.sequence_id)
-            return self._fail(live, f"the output stage failed: {type(error).__name__}: {error}")
+            return self._fail(live, f"the output stage failed: {_describe(error)}")
         if output is not None and output.finish is not None:
             self._scheduler.remove(live.spec.sequence_id)
             self._forget(live)
         return output
 
     def _fail(self, live: LiveSequence, failure: str) -> SequenceOutput:
+        self._num_failed += 1
         self._scheduler.remove(live.spec.sequence_id)
         self._forget(live)
         return live.fail(failure)
@@ -219,43 +229,23 @@ class NativeEngine:
         return live.cancel()
 
     def _forget(self, live: LiveSequence) -> None:
-        del self._live[live.spec.sequence_id]
-        self._finished_ids[live.spec.sequence_id] = None
+        sequence_id = live.spec.sequence_id
+        self._executor.forget(sequence_id)
+        del self._live[sequence_id]
+        self._finished_ids[sequence_id] = None
         if len(self._finished_ids) > _MAX_FINISHED_IDS:
             self._finished_ids.popitem(last=False)
 
 
-def _new_sequence(spec: SequenceSpec) -> Sequence:
-    return Sequence(
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _new_sequence(spec: SequenceSpec) -> ScheduledSequence:
+    return ScheduledSequence(
         sequence_id=spec.sequence_id,
         token_ids=[*spec.prompt_token_ids, *spec.output_token_ids],
         num_prompt_tokens=len(spec.prompt_token_ids),
         max_total_tokens=len(spec.prompt_token_ids) + spec.sampling.max_output_tokens,
         priority=spec.priority,
-    )
-
-
-def _sample_request(live: LiveSequence) -> SampleRequest:
-    sampling = live.spec.sampling
-    return SampleRequest(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        position=live.next_position,
-    )
-
-
-def load_native_engine(
-    directory: Path, *, settings: EngineSettings, clock: Callable[[], float] = time.time
-) -> NativeEngine:
-    """The engine for the model in `directory`, warmed up. Raises ModelFilesError, EngineStartError."""
-    parts = load_parts(directory, settings)
-    return NativeEngine(
-        runner=parts.runner,
-        capabilities=parts.capabilities,
-        limits=settings.step_limits(),
-        table=parts.table,
-        eos_token_ids=parts.manifest.eos_token_ids,
-        clock=clock,
     )

@@ -1,5 +1,7 @@
-"""Builds what a native engine runs on: threads, weights, KV memory, and a first forward."""
+"""Builds a native engine and what it runs on: threads, weights, KV memory, and a first forward."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import torch
 
 from gpu_worker.attention.port import AttentionShape
 from gpu_worker.attention.reference import ReferenceAttention
+from gpu_worker.engine.engine import NativeEngine
 from gpu_worker.engine.host_resources import available_memory_bytes, available_threads
 from gpu_worker.engine.model_runner import ModelRunner
 from gpu_worker.engine.port import Capabilities
@@ -26,6 +29,27 @@ class EngineParts:
     capabilities: Capabilities
     runner: ModelRunner
     table: TokenTable
+
+
+def load_native_engine(
+    directory: Path, *, settings: EngineSettings, clock: Callable[[], float] = time.time
+) -> NativeEngine:
+    """The engine for the model in `directory`, warmed up. Raises ModelFilesError, EngineStartError."""
+    return make_engine(load_parts(directory, settings), settings, clock=clock)
+
+
+def make_engine(
+    parts: EngineParts, settings: EngineSettings, *, clock: Callable[[], float] = time.time
+) -> NativeEngine:
+    """An engine with nothing in it over loaded parts."""
+    return NativeEngine(
+        executor=parts.runner,
+        capabilities=parts.capabilities,
+        limits=settings.step_limits(),
+        table=parts.table,
+        eos_token_ids=parts.manifest.eos_token_ids,
+        clock=clock,
+    )
 
 
 def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
@@ -117,4 +141,4 @@ def _warm_up(runner: ModelRunner, num_tokens: int) -> None:
     warm_up = PlannedSequence(
         sequence_id="warm-up", start=0, token_ids=(0,) * num_tokens, block_table=(0,), is_sampled=True
     )
-    runner.run(StepPlan(sequences=(warm_up,)))
+    runner.logits(StepPlan(sequences=(warm_up,)))

@@ -1,22 +1,39 @@
-"""Runs a step plan through the model."""
+"""Runs step plans: forward through the model, then one drawn token per sampled sequence."""
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
 from gpu_worker.attention.port import AttentionBackend, SequenceRows
-from gpu_worker.engine.sequence import PlannedSequence, StepPlan
+from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure, SampleRequest
+from gpu_worker.engine.sampler import sample
+from gpu_worker.engine.sequence import BlockMoves, PlannedSequence, StepPlan
 from gpu_worker.models.llama import LlamaModel
 
 
 class ModelRunner:
-    """One model and its KV memory on one device."""
+    """Implements `gpu_worker.engine.execution.Executor` over one model and its KV memory on one device."""
 
     def __init__(self, *, model: LlamaModel, attention: AttentionBackend) -> None:
         self._model = model
         self._attention = attention
 
-    def run(self, plan: StepPlan) -> torch.Tensor:
+    def move(self, moves: BlockMoves) -> None:
+        with torch.inference_mode():
+            self._attention.move(moves)
+
+    def run(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
+        logits = self.logits(plan)
+        return [
+            SampleFailure(reason=NOT_FINITE) if token_id is None else Sampled(token_id=token_id)
+            for token_id in sample(logits, requests)
+        ]
+
+    def forget(self, sequence_id: str) -> None:
+        """Nothing is remembered."""
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
         """fp32 logits [R, vocab_size], one row per sampled sequence in plan order.
 
         Writes the KV of the planned tokens. Idempotent: the same plan writes the same slots.
@@ -35,6 +52,7 @@ class ModelRunner:
                 for planned, packed in zip(plan.sequences, rows, strict=True)
                 if planned.is_sampled
             ]
+            # A step that only fills caches has no rows here, and no product over the vocabulary.
             return self._model.logits(hidden[self._to_device(last_rows)])
 
     def _to_device(self, values: list[int]) -> torch.Tensor:

@@ -5,27 +5,17 @@ distribution in vocabulary order: the same logits give the same token in any bat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+
+from gpu_worker.engine.execution import SampleRequest
 
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _CHUNK = 256
 _NUCLEUS_WIDTH = 512
 _Number = TypeVar("_Number", int, float)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRequest:
-    """How one row is drawn. position: sequence number the token would get, from 1."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    position: int
 
 
 def _mix(value: int) -> int:
@@ -53,8 +43,8 @@ def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int 
     # A sum is not finite if any addend is not, and costs one pass.
     is_finite = torch.isfinite(logits.sum(-1, dtype=torch.float64)).tolist()
     tokens: list[int | None] = [None] * len(requests)
-    greedy = [row for row, request in enumerate(requests) if is_finite[row] and request.temperature == 0]
-    drawn = [row for row, request in enumerate(requests) if is_finite[row] and request.temperature > 0]
+    greedy = [row for row, request in enumerate(requests) if is_finite[row] and request.sampling.temperature == 0]
+    drawn = [row for row, request in enumerate(requests) if is_finite[row] and request.sampling.temperature > 0]
     if greedy:
         _fill(tokens, greedy, _rows(logits, greedy).argmax(-1))
     if drawn:
@@ -73,12 +63,12 @@ def _fill(tokens: list[int | None], rows: list[int], values: torch.Tensor) -> No
 
 
 def _draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    temperatures = _column(logits, [request.temperature for request in requests])
+    temperatures = _column(logits, [request.sampling.temperature for request in requests])
     # Shifted first: the largest becomes 0 and no temperature, however small, can overflow.
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures
-    _restrict(scaled, [request.top_k for request in requests], lambda k: 0 < k < logits.shape[1], _top_k_floor)
-    _restrict(scaled, [request.top_p for request in requests], lambda p: p < 1, _top_p_floor)
-    uniforms = [uniform(request.seed, request.position) for request in requests]
+    _restrict(scaled, [request.sampling.top_k for request in requests], lambda k: 0 < k < logits.shape[1], _top_k_floor)
+    _restrict(scaled, [request.sampling.top_p for request in requests], lambda p: p < 1, _top_p_floor)
+    uniforms = [uniform(request.sampling.seed, request.position) for request in requests]
     return _invert(scaled.exp(), torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
 
 

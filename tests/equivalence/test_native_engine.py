@@ -1,7 +1,6 @@
 """The native engine against transformers, token for token, however the work is cut and batched."""
 
 import shutil
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -10,14 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from gpu_worker.engine.engine import NativeEngine, load_native_engine
-from gpu_worker.engine.loading import load_parts
-from gpu_worker.engine.model_runner import ModelRunner
-from gpu_worker.engine.sequence import StepPlan
+from gpu_worker.engine.engine import NativeEngine
+from gpu_worker.engine.loading import load_native_engine
 from gpu_worker.engine.settings import EngineSettings
 from service_kit.delta import extend_chain
 from service_kit.sampling import FinishReason
 from tests.support.engine_runs import make_spec, run_to_end
+from tests.support.recording import load_recording_engine
 from tests.support.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, encode, make_tiny_llama
 
 CONTEXT_LENGTH = 192
@@ -43,21 +41,6 @@ VARIANTS = {
     "attention bias": {"attention_bias": True},
     "three shards": {"max_shard_size": "100KB"},
 }
-
-
-@dataclass(kw_only=True)
-class RecordingRunner:
-    """Keeps the logits of every sampled row by sequence and context length."""
-
-    runner: ModelRunner
-    logits: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        logits = self.runner.run(plan)
-        sampled = [planned for planned in plan.sequences if planned.is_sampled]
-        for planned, row in zip(sampled, logits, strict=True):
-            self.logits[planned.sequence_id, planned.context_length] = row.clone()
-        return logits
 
 
 @pytest.fixture(scope="session")
@@ -114,23 +97,16 @@ def test_greedy_output_equals_that_of_transformers(variant, model_directory, exp
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_those_of_transformers(variant, model_directory):
-    parts = load_parts(model_directory(variant), EngineSettings(threads=1, num_blocks=128))
-    recorder = RecordingRunner(runner=parts.runner)
-    engine = NativeEngine(
-        runner=recorder,
-        capabilities=parts.capabilities,
-        limits=EngineSettings(max_running=4, token_budget=48, long_prefill_tokens=20).step_limits(),
-        table=parts.table,
-        eos_token_ids=(),
-    )
+    settings = EngineSettings(threads=1, num_blocks=128, max_running=4, token_budget=48, long_prefill_tokens=20)
+    engine, recorded = load_recording_engine(model_directory(variant), settings)
     results = run_to_end(engine, specs())
     model = LlamaForCausalLM.from_pretrained(model_directory(variant), dtype=torch.float32)
-    assert len(recorder.logits) == NUM_OUTPUT * len(PROMPTS)
+    assert len(recorded) == NUM_OUTPUT * len(PROMPTS)
     for number, prompt in enumerate(PROMPTS):
         with torch.inference_mode():
             expected = model(torch.tensor([prompt + results[str(number)].token_ids])).logits[0]
         for length in range(len(prompt), len(prompt) + NUM_OUTPUT):
-            difference = (recorder.logits[str(number), length] - expected[length - 1]).abs().max()
+            difference = (recorded[str(number), length] - expected[length - 1]).abs().max()
             assert difference <= 1e-5 * expected.abs().max()
         assert expected.std() >= 1
 

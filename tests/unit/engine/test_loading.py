@@ -5,7 +5,7 @@ import pytest
 
 from gpu_worker.artifacts.weights import WeightsError
 from gpu_worker.engine import loading
-from gpu_worker.engine.engine import load_native_engine
+from gpu_worker.engine.loading import load_native_engine
 from gpu_worker.engine.settings import EngineSettings, EngineStartError
 from gpu_worker.models.config import UnsupportedModelError
 from service_kit.model_manifest import ModelFilesError, read_manifest

@@ -1,11 +1,11 @@
-"""The engine's own decisions, over a runner whose next token is always the last one plus one."""
+"""The engine's own decisions, over an executor whose next token is always the last one plus one."""
 
 import itertools
 
 import pytest
-import torch
 
 from gpu_worker.engine.engine import NativeEngine
+from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure
 from gpu_worker.engine.port import Capabilities, RefusedSequenceError
 from gpu_worker.engine.step_scheduler import StepLimits
 from gpu_worker.engine.text import TokenTable
@@ -16,24 +16,35 @@ from tests.support.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, encode
 RAISES, IS_NAN = ord("!"), ord("?")
 
 
-class CountingRunner:
-    """After 'a' comes 'b'. A step with RAISES in it raises; a row behind IS_NAN is not a number."""
+class CountingExecutor:
+    """After 'a' comes 'b'. A step with RAISES in it raises; nothing can be drawn behind IS_NAN."""
 
-    def run(self, plan):
-        rows = []
-        for planned in plan.sequences:
-            if RAISES in planned.token_ids:
-                raise RuntimeError("out of scratch memory")
-            if planned.is_sampled:
-                row = torch.zeros(VOCAB_SIZE)
-                row[(planned.token_ids[-1] + 1) % VOCAB_SIZE] = 20.0
-                rows.append(row * torch.nan if IS_NAN in planned.token_ids else row)
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE)
+    def __init__(self):
+        self.moves = []
+        self.forgotten = []
+
+    def move(self, moves):
+        self.moves.append(moves)
+
+    def run(self, plan, requests):
+        sampled = [planned for planned in plan.sequences if planned.is_sampled]
+        assert [request.sequence_id for request in requests] == [planned.sequence_id for planned in sampled]
+        if any(RAISES in planned.token_ids for planned in plan.sequences):
+            raise RuntimeError("out of scratch memory")
+        return [
+            SampleFailure(reason=NOT_FINITE)
+            if IS_NAN in planned.token_ids
+            else Sampled(token_id=(planned.token_ids[-1] + 1) % VOCAB_SIZE)
+            for planned in sampled
+        ]
+
+    def forget(self, sequence_id):
+        self.forgotten.append(sequence_id)
 
 
 def make_engine(*, num_blocks=32, max_running=8, token_budget=32, context_length=128, clock=None):
     return NativeEngine(
-        runner=CountingRunner(),
+        executor=CountingExecutor(),
         capabilities=Capabilities(
             engine="native",
             model="counting",

@@ -4,11 +4,14 @@ from collections import Counter
 import pytest
 import torch
 
-from gpu_worker.engine.sampler import SampleRequest, sample, uniform
+from gpu_worker.engine.execution import SampleRequest
+from gpu_worker.engine.sampler import sample, uniform
+from service_kit.sampling import SamplingParams
 
 
 def request(*, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=1):
-    return SampleRequest(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, position=position)
+    sampling = SamplingParams(max_output_tokens=100, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    return SampleRequest(sequence_id="s", sampling=sampling, position=position, token_ids=[1], num_prompt_tokens=1)
 
 
 def random_logits(num_rows, vocab_size=1000, seed=0):
