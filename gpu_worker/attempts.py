@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from gpu_worker.engine.port import SequenceFinish, SequenceOutput, SequenceSpec, Timings
-from service_kit.delta import Delta, extend_chain
+from service_kit.delta import Delta, TokenLogprob, extend_chain
 from service_kit.ids import GenerationId, SessionId
 from service_kit.sampling import SamplingParams
 
@@ -79,6 +79,7 @@ class AttemptRecord:
     traceparent: str = ""
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     base_chain: int = 0
     chain: int = 0
     num_sent: int = 0
@@ -103,6 +104,7 @@ class AttemptRecord:
             self.base_chain = self.sent_chain = delta.prev_chain
         self.token_ids += delta.token_ids
         self.texts += delta.texts
+        self.logprobs += delta.logprobs
         self.chain = delta.chain
 
     def resend_from(self, sequence_number: int) -> None:
@@ -126,6 +128,7 @@ class AttemptRecord:
                 texts=tuple(self.texts[start:stop]),
                 prev_chain=self.sent_chain,
                 chain=self.chain if is_rest else extend_chain(self.sent_chain, token_ids),
+                logprobs=tuple(self.logprobs[start:stop]),
             )
             self.num_sent, self.sent_chain = stop, delta.chain
         end = self.end if self.num_sent == len(self.token_ids) else None

@@ -8,7 +8,7 @@ from gpu_worker.session_stream import BatchMessage, OutgoingMessage, StateMessag
 from inference.internal.v1 import worker_pb2
 from service_kit.errors import InvalidArgumentError
 from service_kit.ids import GenerationId, SessionId
-from service_kit.sampling_codec import decode_sampling
+from service_kit.sampling_codec import decode_sampling, encode_logprobs
 
 _ACTIONS = {
     worker_pb2.VERDICT_ACTION_KEEP: VerdictAction.KEEP,
@@ -115,6 +115,7 @@ def _encode_news(news: AttemptNews) -> worker_pb2.AttemptDelta:
         message.texts.extend(news.delta.texts)
         message.prev_chain = news.delta.prev_chain
         message.chain = news.delta.chain
+        message.logprobs.extend(encode_logprobs(news.delta.logprobs))
     if news.end is not None:
         message.end.CopyFrom(_encode_end(news.end))
     return message

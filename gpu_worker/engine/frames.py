@@ -21,6 +21,7 @@ from gpu_worker.engine.port import (
     Timings,
 )
 from service_kit.delta import Delta
+from service_kit.logprob_codec import pack_logprobs, unpack_logprobs
 from service_kit.sampling import FinishReason, SamplingParams
 
 MAX_FRAME_BYTES = 64 << 20
@@ -174,7 +175,7 @@ def _output_fields(output: SequenceOutput) -> list[Any]:
     delta, finish = output.delta, output.finish
     return [
         output.sequence_id,
-        None if delta is None else [delta.first, delta.token_ids, delta.texts, delta.prev_chain, delta.chain],
+        None if delta is None else _delta_fields(delta),
         None if finish is None else astuple(finish),
     ]
 
@@ -188,9 +189,21 @@ def _output(fields: Sequence[Any]) -> SequenceOutput:
     )
 
 
+def _delta_fields(delta: Delta) -> list[Any]:
+    logprobs = pack_logprobs(delta.logprobs) if delta.logprobs else None
+    return [delta.first, delta.token_ids, delta.texts, delta.prev_chain, delta.chain, logprobs]
+
+
 def _delta(fields: Sequence[Any]) -> Delta:
-    first, token_ids, texts, prev_chain, chain = fields
-    return Delta(first=first, token_ids=token_ids, texts=texts, prev_chain=prev_chain, chain=chain)
+    first, token_ids, texts, prev_chain, chain, logprobs = fields
+    return Delta(
+        first=first,
+        token_ids=token_ids,
+        texts=texts,
+        prev_chain=prev_chain,
+        chain=chain,
+        logprobs=unpack_logprobs(logprobs) if logprobs is not None else (),
+    )
 
 
 def _finish(fields: Sequence[Any]) -> SequenceFinish:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from gpu_worker.attempts import Assignment, AttemptBook, AttemptRef, HeldAttempt
 from gpu_worker.engine.port import SequenceFinish, SequenceOutput, Timings
-from service_kit.delta import Cursor, extend_chain, join, make_delta
+from service_kit.delta import Cursor, TokenLogprob, extend_chain, join, make_delta
 from service_kit.ids import GenerationId, SessionId
 from service_kit.sampling import FinishReason, SamplingParams
 
@@ -34,6 +34,10 @@ FINISH = SequenceFinish(
 )
 
 
+def logprob_of(token_id):
+    return TokenLogprob(-float(token_id), ((token_id, -float(token_id)),))
+
+
 class Producer:
     """Plays the engine for one attempt: makes gapless deltas behind its prior output."""
 
@@ -45,7 +49,10 @@ class Producer:
     def make(self, *token_ids, finish=None):
         delta = None
         if token_ids:
-            delta = make_delta(after=self.cursor, token_ids=token_ids, texts=[f"<{each}>" for each in token_ids])
+            texts = [f"<{each}>" for each in token_ids]
+            delta = make_delta(
+                after=self.cursor, token_ids=token_ids, texts=texts, logprobs=map(logprob_of, token_ids)
+            )
             self.cursor = delta.end
         return self.book.take_output(SequenceOutput(sequence_id=self.sequence_id, delta=delta, finish=finish))
 
@@ -80,7 +87,9 @@ def test_a_large_output_is_cut_into_batches_that_continue_each_other(book):
         (news,) = book.take_news(max_tokens=4)
         parts.append(news)
     assert [part.end for part in parts] == [None, None, FINISH]
-    assert join(part.delta for part in parts).token_ids == tuple(range(10))
+    whole = join(part.delta for part in parts)
+    assert whole.token_ids == tuple(range(10))
+    assert whole.logprobs == tuple(map(logprob_of, range(10)))
 
 
 @given(
@@ -110,6 +119,7 @@ def test_a_resend_from_any_position_brings_exactly_the_rest(cuts, resend, num_pr
         assert delta.first == first
         assert delta.prev_chain == extend_chain(0, whole[: first - 1])
         assert delta.chain == extend_chain(0, whole)
+        assert delta.logprobs == tuple(map(logprob_of, expected))
     assert (news[0].end if news else None) == (FINISH if is_finished else None)
 
 

@@ -26,7 +26,7 @@ from gpu_worker.engine.port import (
     StepOutput,
     Timings,
 )
-from service_kit.delta import Cursor, make_delta
+from service_kit.delta import Cursor, TokenLogprob, make_delta
 from service_kit.sampling import FinishReason, SamplingParams
 
 MAX_U64 = (1 << 64) - 1
@@ -51,6 +51,9 @@ LOAD = LoadReport(
 )
 TIMES = Timings(added=1.5, prefill_started=2.0, first_token=2.5, finished=3.0)
 DELTA = make_delta(after=Cursor(sequence_number=4, chain=MAX_U64), token_ids=(7, 8), texts=("한", ""))
+PROBABLE = make_delta(
+    after=DELTA.end, token_ids=(7, 8), texts=("a", "b"), logprobs=(TokenLogprob(-0.5, ((7, -0.5),)), TokenLogprob(-2.0))
+)
 FRAMES = [
     AddFrame(specs=(SPEC, SPEC)),
     AbortFrame(sequence_ids=("a", "b")),
@@ -87,7 +90,7 @@ FRAMES = [
                 ),
                 SequenceOutput(
                     sequence_id="c",
-                    delta=DELTA,
+                    delta=PROBABLE,
                     finish=SequenceFinish(
                         prompt_tokens=1, cached_prompt_tokens=0, output_tokens=2, timings=TIMES, failure="NaN"
                     ),
