@@ -50,9 +50,7 @@ class Producer:
         delta = None
         if token_ids:
             texts = [f"<{each}>" for each in token_ids]
-            delta = make_delta(
-                after=self.cursor, token_ids=token_ids, texts=texts, logprobs=map(logprob_of, token_ids)
-            )
+            delta = make_delta(after=self.cursor, token_ids=token_ids, texts=texts, logprobs=map(logprob_of, token_ids))
             self.cursor = delta.end
         return self.book.take_output(SequenceOutput(sequence_id=self.sequence_id, delta=delta, finish=finish))
 
