@@ -16,11 +16,13 @@ class EngineSettings:
     """Sizes and placement of a native engine.
 
     threads: None takes what affinity and control group allow. num_blocks: None takes `memory_share` of the available
-    memory, but not more than max_running sequences of full length need. Limits as in StepLimits.
+    memory, but not more than max_running sequences of full length need. num_host_blocks: blocks of the host tier, 0 for
+    none. Limits as in StepLimits.
     """
 
     threads: int | None = None
     num_blocks: int | None = None
+    num_host_blocks: int = 0
     memory_share: float = 0.3
     block_size: int = 16
     max_running: int = 64
@@ -35,6 +37,8 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineStartError(f"{name} must be at least 1")
+        if self.num_host_blocks < 0:
+            raise EngineStartError("num_host_blocks must not be negative")
         if not 0 < self.memory_share <= 1:
             raise EngineStartError("memory_share must be above 0 and at most 1")
         if self.dtype not in PRECISION_BY_DTYPE:

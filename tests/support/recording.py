@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from gpu_worker.engine.engine import NativeEngine
-from gpu_worker.engine.loading import load_parts, make_engine
+from gpu_worker.engine.loading import EngineParts, load_parts, make_engine
 from gpu_worker.engine.sequence import StepPlan
 from gpu_worker.engine.settings import EngineSettings
 
@@ -16,6 +16,12 @@ RecordedLogits = dict[tuple[str, int], torch.Tensor]
 def load_recording_engine(directory: Path, settings: EngineSettings) -> tuple[NativeEngine, RecordedLogits]:
     """The engine of a model directory, and what it computes, filled in step by step."""
     parts = load_parts(directory, settings)
+    recorded = record_logits(parts)
+    return make_engine(parts, settings), recorded
+
+
+def record_logits(parts: EngineParts) -> RecordedLogits:
+    """From now on everything that the loaded model computes for sampled rows lands in the result."""
     recorded: RecordedLogits = {}
     logits_of = parts.runner.logits
 
@@ -27,4 +33,4 @@ def load_recording_engine(directory: Path, settings: EngineSettings) -> tuple[Na
         return logits
 
     parts.runner.logits = record  # type: ignore[method-assign]
-    return make_engine(parts, settings), recorded
+    return recorded
