@@ -1,5 +1,8 @@
 """Bytes of deltas, ends and pushes in the delta log (msgpack). Pure.
 
+A delta ends with its log probabilities in `service_kit.logprob_codec`'s form where it has any; the others are as they were
+before there were any, so that both kinds are read.
+
 A push is put together by the scripts: [generation id, attempt, end, chain of the end as 8 bytes, delta or nil, end record
 or nil]; a message is several pushes after one another.
 """
@@ -10,6 +13,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from service_kit.delta import Cursor, Delta
 from service_kit.ids import GenerationId
+from service_kit.logprob_codec import pack_logprobs, unpack_logprobs
 from service_kit.sampling import FinishReason
 from state_store.delta_log.port import LogEnd, Push
 from state_store.model import State
@@ -26,7 +30,9 @@ def unpack_chain(packed: bytes) -> int:
 
 
 def pack_delta(delta: Delta) -> bytes:
-    return bytes(msgpack.packb((delta.first, delta.token_ids, delta.texts, delta.prev_chain, delta.chain)))
+    fields = (delta.first, delta.token_ids, delta.texts, delta.prev_chain, delta.chain)
+    logprobs = (pack_logprobs(delta.logprobs),) if delta.logprobs else ()
+    return bytes(msgpack.packb((*fields, *logprobs)))
 
 
 def unpack_delta(packed: bytes) -> Delta:
@@ -69,8 +75,15 @@ def _push(fields: list[Any]) -> Push:
 
 
 def _delta(fields: list[Any]) -> Delta:
-    first, token_ids, texts, prev_chain, chain = fields
-    return Delta(first=first, token_ids=tuple(token_ids), texts=tuple(texts), prev_chain=prev_chain, chain=chain)
+    first, token_ids, texts, prev_chain, chain, *logprobs = fields
+    return Delta(
+        first=first,
+        token_ids=tuple(token_ids),
+        texts=tuple(texts),
+        prev_chain=prev_chain,
+        chain=chain,
+        logprobs=unpack_logprobs(logprobs[0]) if logprobs else (),
+    )
 
 
 def _end(fields: list[Any]) -> LogEnd:

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from service_kit.delta import ChainMismatchError, Cursor, Delta, join
 from service_kit.ids import GenerationId
+from service_kit.logprob_codec import pack_logprobs
 from state_store.decisions import REQUEST_KEY_KEPT, decide_finish, missing_output, output_to_finish, storable
 from state_store.model import Finish, State
 from state_store.ports import ChunkWrite, FinishKind, FinishResult
@@ -158,6 +159,7 @@ async def _insert_chunks(transaction: Transaction, chunks: Sequence[Chunk]) -> N
         "text_ends": ["{" + ",".join(map(str, ends)) + "}" for _, ends in texts],
         "prev_chains": [to_signed(delta.prev_chain) for _, delta in chunks],
         "chains": [to_signed(delta.chain) for _, delta in chunks],
+        "logprobs": [pack_logprobs(delta.logprobs) if delta.logprobs else None for _, delta in chunks],
     }
     await transaction.send(statements.INSERT_CHUNKS, parameters)
 

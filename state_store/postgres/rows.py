@@ -7,6 +7,7 @@ from typing import Any
 
 from service_kit.delta import Cursor, Delta
 from service_kit.ids import GenerationId
+from service_kit.logprob_codec import unpack_logprobs
 from service_kit.sampling import FinishReason, SamplingParams
 from state_store.model import (
     ApiKey,
@@ -150,6 +151,7 @@ def chunk(row: Row) -> Delta:
         texts=unpack_texts(row["text"], row["text_ends"]),
         prev_chain=to_unsigned(row["prev_chain"]),
         chain=to_unsigned(row["chain"]),
+        logprobs=unpack_logprobs(row["logprobs"]) if row["logprobs"] is not None else (),
     )
 
 

@@ -162,6 +162,7 @@ chunks = Table(
     Column("text_ends", ARRAY(Integer), nullable=False, comment="where in `text` each token's text ends"),
     Column("prev_chain", BigInteger, nullable=False, comment="unsigned, as two's complement"),
     Column("chain", BigInteger, nullable=False, comment="unsigned, as two's complement"),
+    Column("logprobs", LargeBinary, comment="msgpack, one array per token; null: not asked for"),
     PrimaryKeyConstraint("generation_id", "first_number"),
     CheckConstraint("first_number >= 1 AND last_number >= first_number", name="numbers"),
     CheckConstraint(

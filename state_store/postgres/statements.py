@@ -188,12 +188,12 @@ WHERE g.generation_id = i.generation_id AND g.state IN ('QUEUED', 'RUNNING') AND
 """
 
 INSERT_CHUNKS = """
-INSERT INTO chunks (generation_id, first_number, last_number, token_ids, text, text_ends, prev_chain, chain)
-SELECT generation_id, first_number, last_number, token_ids, text, text_ends::int[], prev_chain, chain
+INSERT INTO chunks (generation_id, first_number, last_number, token_ids, text, text_ends, prev_chain, chain, logprobs)
+SELECT generation_id, first_number, last_number, token_ids, text, text_ends::int[], prev_chain, chain, logprobs
 FROM unnest(
     %(generation_ids)s::uuid[], %(firsts)s::bigint[], %(lasts)s::bigint[], %(token_ids)b::bytea[], %(texts)b::bytea[],
-    %(text_ends)s::text[], %(prev_chains)s::bigint[], %(chains)s::bigint[]
-) AS i (generation_id, first_number, last_number, token_ids, text, text_ends, prev_chain, chain)
+    %(text_ends)s::text[], %(prev_chains)s::bigint[], %(chains)s::bigint[], %(logprobs)b::bytea[]
+) AS i (generation_id, first_number, last_number, token_ids, text, text_ends, prev_chain, chain, logprobs)
 """
 
 STORED_ENDS = """
@@ -202,7 +202,7 @@ WHERE generation_id = ANY(%(generation_ids)s::uuid[]) ORDER BY generation_id, fi
 """
 
 READ_OUTPUT = """
-SELECT generation_id, first_number, token_ids, text, text_ends, prev_chain, chain FROM chunks
+SELECT generation_id, first_number, token_ids, text, text_ends, prev_chain, chain, logprobs FROM chunks
 WHERE generation_id = ANY(%(generation_ids)s::uuid[]) ORDER BY generation_id, first_number
 """
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from service_kit.delta import Cursor, join, make_delta
+from service_kit.delta import Cursor, TokenLogprob, join, make_delta
 from service_kit.ids import GatewayId, GenerationId, new_generation_id
+from state_store.delta_log.codec import pack_delta, unpack_delta
 from state_store.delta_log.port import AppendItem, AppendResult, AppendStatus, LogView, OpenItem, OpenResult
-from tests.support.delta_logs import FAILED, SUCCEEDED, LogUnderTest, delta_after
+from tests.support.delta_logs import FAILED, SUCCEEDED, Follower, LogUnderTest, delta_after
 
 GATEWAY = GatewayId("gw-attached")
 
@@ -34,6 +35,30 @@ async def test_what_was_appended_is_read_as_it_was(log_under_test: LogUnderTest,
     assert await log_under_test.append(generation_id, 1, second) == AppendResult(status=AppendStatus.OK, end=second.end)
     view = await log_under_test.read(generation_id)
     assert (view.deltas, view.end) == ((first, second), second.end)
+
+
+async def test_log_probabilities_are_pushed_and_read_as_they_were(
+    log_under_test: LogUnderTest, generation_id: GenerationId
+) -> None:
+    follower = await Follower(log_under_test.log, "gw-logprobs").start()
+    await log_under_test.open(generation_id, 1)
+    await log_under_test.log.attach_many(follower.gateway_id, [(generation_id, 0)])
+    logprobs = (TokenLogprob(-0.5, ((3, -0.25), (2**31, -float("inf")))), TokenLogprob(-(2.0**-100)))
+    first = make_delta(after=Cursor(), token_ids=[0, 5], texts=["", "é"], logprobs=logprobs)
+    second = make_delta(after=first.end, token_ids=[7], texts=["n"])
+    for delta in (first, second):
+        await log_under_test.append(generation_id, 1, delta)
+    assert (await log_under_test.read(generation_id)).deltas == (first, second)
+    pushes = [push for batch in await follower.batches() for push in batch]
+    assert [push.delta for push in pushes] == [first, second]
+    await follower.stop()
+
+
+def test_entries_of_before_there_were_log_probabilities_are_read_and_still_written() -> None:
+    delta = make_delta(after=Cursor(), token_ids=[0, 300], texts=["", "é"])
+    old = bytes.fromhex("95019200cd012c92a0a2c3a900cf") + delta.chain.to_bytes(8, "big")
+    assert unpack_delta(old) == delta
+    assert pack_delta(delta) == old
 
 
 async def test_a_read_gives_exactly_the_deltas_that_end_behind_the_cursor(

@@ -213,6 +213,21 @@ async def test_chunks_grow_in_order_and_are_stored_once(store: Store) -> None:
     assert join([output(6), tail(whole, 6)]) == whole
 
 
+async def test_log_probabilities_of_all_attempts_are_stored_with_their_tokens(store: Store) -> None:
+    record, other = await running(store), await running(store)
+    whole = output(9, has_logprobs=True)
+    first = chunk(record, output(3, has_logprobs=True))
+    assert await store.store_chunks_many([first, chunk(other, output(2))]) == [True, True]
+    assert await store.store_chunks_many([chunk(record, tail(output(6, has_logprobs=True), 1))]) == [True]
+    [result] = await store.finish_many([success(record, tail(whole, 5))])
+    assert result.kind is FinishKind.FINISHED
+    stored, without = await store.read_output_many([record.generation_id, other.generation_id])
+    assert stored == whole
+    assert stored is not None
+    assert len(stored.logprobs) == 9
+    assert without == output(2)
+
+
 async def test_a_chunk_that_does_not_continue_is_refused_and_its_neighbours_are_stored(store: Store) -> None:
     record, other = await running(store), await running(store)
     await store.store_chunks_many([chunk(record, output(3))])

@@ -4,7 +4,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
-from service_kit.delta import Cursor, Delta, make_delta
+from service_kit.delta import Cursor, Delta, TokenLogprob, make_delta
 from service_kit.ids import KeyId, RequestId, SchedulerId, SessionId, TenantId, new_generation_id, new_session_id
 from service_kit.sampling import FinishReason, SamplingParams
 from state_store.model import Finish, GenerationRecord, ModelKey, NewGeneration, NewSession, PriorityClass, State
@@ -57,14 +57,25 @@ def new_session(**fields: Any) -> NewSession:
     return replace(default, **fields)
 
 
-def output(length: int, *, after: Cursor = Cursor(), base: int = 100) -> Delta:
+def logprob_of(token_id: int) -> TokenLogprob:
+    """A value and alternatives that no other token has; exact in 32 bits."""
+    return TokenLogprob(-token_id / 64, ((token_id, -token_id / 64), (token_id + 1, -token_id / 8)))
+
+
+def output(length: int, *, after: Cursor = Cursor(), base: int = 100, has_logprobs: bool = False) -> Delta:
     """`length` tokens; one of them has no text and one is NUL."""
     start = after.sequence_number
+    token_ids = [base + start + offset for offset in range(length)]
     texts = [
         "\x00" if position == 1 else "" if position == 2 else f"é{position}"
         for position in range(start, start + length)
     ]
-    return make_delta(after=after, token_ids=[base + start + offset for offset in range(length)], texts=texts)
+    return make_delta(
+        after=after,
+        token_ids=token_ids,
+        texts=texts,
+        logprobs=map(logprob_of, token_ids) if has_logprobs else (),
+    )
 
 
 def finish_of(record: GenerationRecord, **fields: Any) -> Finish:

@@ -5,6 +5,7 @@ from uuid import UUID
 import psycopg
 import pytest
 from alembic import command
+from psycopg.rows import dict_row
 
 from service_kit.ids import new_generation_id
 from sluice.local.postgres import LocalPostgres
@@ -19,8 +20,10 @@ from state_store.postgres.migrate import (
     wait_for_server,
 )
 from state_store.postgres.partitions import ensure_partitions, lowest_id
+from state_store.postgres.rows import chunk, pack_texts, pack_token_ids, to_signed
+from state_store.postgres.statements import READ_OUTPUT
 from state_store.postgres.store import PostgresStore
-from tests.support.generations import new_generation
+from tests.support.generations import new_generation, output
 
 DAY = timedelta(days=1)
 
@@ -55,6 +58,24 @@ def test_the_schema_goes_up_down_and_up_again(postgres_server: LocalPostgres) ->
     assert current_revision(dsn) is None
     upgrade(dsn)
     assert relations(dsn) == first
+
+
+def test_output_stored_before_there_were_log_probabilities_is_read(postgres_server: LocalPostgres) -> None:
+    dsn = postgres_server.create_database("before_logprobs")
+    command.upgrade(alembic_config(dsn), "0001")
+    generation_id = new_generation_id()
+    delta = output(3)
+    packed, ends = pack_texts(delta.texts)
+    with psycopg.connect(dsn) as connection:
+        connection.execute(
+            "INSERT INTO chunks VALUES (%s, 1, 3, %s, %s, %s, 0, %s)",
+            (generation_id, pack_token_ids(delta.token_ids), packed, ends, to_signed(delta.chain)),
+        )
+    upgrade(dsn)
+    with psycopg.connect(dsn, row_factory=dict_row) as connection:
+        row = connection.execute(READ_OUTPUT, {"generation_ids": [generation_id]}).fetchone()
+    assert row is not None
+    assert chunk(row) == delta
 
 
 def test_waiting_ends_when_the_schema_is_there_and_refuses_when_it_stays_away(postgres_server: LocalPostgres) -> None:
