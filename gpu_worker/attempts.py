@@ -36,6 +36,7 @@ class Assignment:
     priority: int
     nonce: int
     traceparent: str
+    prefix_salt: str = ""
 
 
 class VerdictAction(Enum):
@@ -211,6 +212,7 @@ class AttemptBook:
             sampling=assignment.sampling,
             priority=assignment.priority,
             nonce=assignment.nonce,
+            prefix_salt=assignment.prefix_salt,
         )
         return EngineCalls(add=spec, abort=abort)
 

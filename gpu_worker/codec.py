@@ -36,6 +36,7 @@ def decode_assignment(message: worker_pb2.Assignment, ref: AttemptRef) -> Assign
         priority=message.priority,
         nonce=message.nonce,
         traceparent=message.traceparent,
+        prefix_salt=message.prefix_salt,
     )
 
 
@@ -60,12 +61,15 @@ def encode_outgoing(
                 capabilities=encode_capabilities(capabilities),
                 load=_encode_load(message.load, is_draining=message.is_draining),
                 held=[_encode_held(held) for held in message.held],
+                cached_prefixes=message.prefixes.added,
             )
             return worker_pb2.SessionResponse(hello=hello)
         case StateMessage():
             heartbeat = worker_pb2.Heartbeat(
                 load=_encode_load(message.load, is_draining=message.is_draining),
                 held=[_encode_held(held) for held in message.held],
+                cached_prefixes_added=message.prefixes.added,
+                cached_prefixes_removed=message.prefixes.removed,
             )
             return worker_pb2.SessionResponse(heartbeat=heartbeat)
 
@@ -81,6 +85,7 @@ def encode_capabilities(capabilities: Capabilities) -> worker_pb2.WorkerCapabili
         num_blocks=capabilities.num_blocks,
         block_size=capabilities.block_size,
         max_running=capabilities.max_running,
+        is_batch_invariant=capabilities.is_batch_invariant,
     )
 
 
@@ -104,6 +109,13 @@ def _encode_load(load: LoadReport, *, is_draining: bool) -> worker_pb2.LoadRepor
         kv_waste=load.kv_waste,
         num_preempted=load.num_preempted,
         is_draining=is_draining,
+        room_blocks=load.room_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        num_computed_prompt_tokens=load.num_computed_prompt_tokens,
+        num_cached_prompt_tokens=load.num_cached_prompt_tokens,
+        num_blocks_to_host=load.num_blocks_to_host,
+        num_blocks_from_host=load.num_blocks_from_host,
+        num_failed=load.num_failed,
     )
 
 

@@ -13,8 +13,16 @@ from gpu_worker.attempts import (
     VerdictAction,
     failed_finish,
 )
+from gpu_worker.cached_prefixes import CachedPrefixes
 from gpu_worker.engine.frames import OutputFrame, RefusedFrame
-from gpu_worker.engine.port import Capabilities, LoadReport, SequenceFinish, SequenceOutput, SequenceSpec
+from gpu_worker.engine.port import (
+    CacheChanges,
+    Capabilities,
+    LoadReport,
+    SequenceFinish,
+    SequenceOutput,
+    SequenceSpec,
+)
 from gpu_worker.session_stream import SessionStream, StateMessage, StreamTimes
 from service_kit.errors import AbortedError, InvalidArgumentError, SluiceError
 from service_kit.ids import SchedulerId, SessionId
@@ -32,7 +40,10 @@ class EngineLink(Protocol):
 
 
 class WorkerSession:
-    """Owner of one incarnation's attempts. Commands come from the current stream, in order; frames from the engine."""
+    """Owner of one incarnation's attempts. Commands come from the current stream, in order; frames from the engine.
+
+    `prefixes` belong to the engine process, which may carry several sessions one after another.
+    """
 
     def __init__(
         self,
@@ -42,6 +53,7 @@ class WorkerSession:
         engine: EngineLink,
         times: StreamTimes,
         clock: Callable[[], float],
+        prefixes: CachedPrefixes | None = None,
         on_finish: Callable[[AttemptRecord, SequenceFinish, LoadReport], None] = lambda _record, _finish, _load: None,
     ) -> None:
         self.session_id = session_id
@@ -59,6 +71,7 @@ class WorkerSession:
         self._engine = engine
         self._times = times
         self._clock = clock
+        self._prefixes = prefixes if prefixes is not None else CachedPrefixes()
         self._on_finish = on_finish
         self._stream: SessionStream | None = None
         self._last_owner = (0, SchedulerId(""))
@@ -85,7 +98,12 @@ class WorkerSession:
         self._last_owner = (owner_epoch, scheduler_id)
         self.book.begin_stream()
         self._stream = SessionStream(
-            self, owner_epoch=owner_epoch, scheduler_id=scheduler_id, times=self._times, clock=self._clock
+            self,
+            owner_epoch=owner_epoch,
+            scheduler_id=scheduler_id,
+            prefixes=self._prefixes.begin_feed(),
+            times=self._times,
+            clock=self._clock,
         )
         self.disconnected.clear()
         self.connected.set()
@@ -107,8 +125,14 @@ class WorkerSession:
         if self._stream is not None:
             self._stream.close(error)
 
-    def state_message(self, *, is_hello: bool) -> StateMessage:
-        return StateMessage(is_hello=is_hello, load=self.load, is_draining=self.is_draining, held=self.book.held())
+    def state_message(self, prefixes: CacheChanges, *, is_hello: bool) -> StateMessage:
+        return StateMessage(
+            is_hello=is_hello,
+            load=self.load,
+            is_draining=self.is_draining,
+            held=self.book.held(),
+            prefixes=prefixes,
+        )
 
     # -- what the scheduler says
 
@@ -164,6 +188,7 @@ class WorkerSession:
         match frame:
             case OutputFrame():
                 self.load = frame.load
+                self._prefixes.apply(frame.output.cache_changes)
                 for output in frame.output.outputs:
                     record = self.book.take_output(output)
                     if record is not None and output.finish is not None:
@@ -218,4 +243,5 @@ def _empty_load(capabilities: Capabilities) -> LoadReport:
         num_blocks=capabilities.num_blocks,
         block_size=capabilities.block_size,
         kv_waste=0.0,
+        room_blocks=(capabilities.num_blocks,) * 3,
     )

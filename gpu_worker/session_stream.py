@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Protocol
 
 from gpu_worker.attempts import AttemptBook, AttemptNews, HeldAttempt
-from gpu_worker.engine.port import LoadReport
+from gpu_worker.cached_prefixes import PrefixFeed
+from gpu_worker.engine.port import CacheChanges, LoadReport
 from service_kit.errors import SluiceError, UnavailableError
 from service_kit.ids import SchedulerId
 from service_kit.logging import get_logger
@@ -29,12 +30,14 @@ class StreamTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMessage:
-    """Hello (`is_hello`) or heartbeat: how full the engine is, and everything the session holds."""
+    """Hello (`is_hello`) or heartbeat: how full the engine is, everything the session holds, and the digests of cached
+    prefixes that came and went since the message before; to a hello all came."""
 
     is_hello: bool
     load: LoadReport
     is_draining: bool
     held: tuple[HeldAttempt, ...]
+    prefixes: CacheChanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ class StreamSource(Protocol):
     book: AttemptBook
     was_silent: bool
 
-    def state_message(self, *, is_hello: bool) -> StateMessage: ...
+    def state_message(self, prefixes: CacheChanges, *, is_hello: bool) -> StateMessage: ...
 
 
 class SessionStream:
@@ -66,6 +69,7 @@ class SessionStream:
         *,
         owner_epoch: int,
         scheduler_id: SchedulerId,
+        prefixes: PrefixFeed,
         times: StreamTimes,
         clock: Callable[[], float],
     ) -> None:
@@ -73,6 +77,7 @@ class SessionStream:
         self.scheduler_id = scheduler_id
         self.wake = asyncio.Event()
         self._session = session
+        self._prefixes = prefixes
         self._times = times
         self._clock = clock
         self._last_heard = clock()
@@ -119,13 +124,13 @@ class SessionStream:
         """Hello first; then heartbeats when due, and batches while the window has room. One caller."""
         if self._heartbeat_due is None:
             self._heartbeat_due = self._clock() + self._times.heartbeat.total_seconds()
-            return self._session.state_message(is_hello=True)
+            return self._session.state_message(self._prefixes.take(), is_hello=True)
         while True:
             self.wake.clear()
             rest = self._heartbeat_due - self._clock()
             if rest <= 0:
                 self._heartbeat_due = self._clock() + self._times.heartbeat.total_seconds()
-                return self._session.state_message(is_hello=False)
+                return self._session.state_message(self._prefixes.take(), is_hello=False)
             if self._num_sent - self._num_acknowledged < MAX_UNACKNOWLEDGED_BATCHES and self._session.book.has_news:
                 self._num_sent += 1
                 news = tuple(self._session.book.take_news())

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from gpu_worker.announcer import SessionOverError
 from gpu_worker.attempts import AttemptRecord
+from gpu_worker.cached_prefixes import CachedPrefixes
 from gpu_worker.engine.frames import OutputFrame, RefusedFrame
 from gpu_worker.engine.port import Capabilities, LoadReport, SequenceFinish
 from gpu_worker.session import EngineLink, WorkerSession
@@ -73,6 +74,7 @@ class Worker:
         self._clock = clock
         self._on_finish = on_finish
         self._engine: SupervisedEngine | None = None
+        self._prefixes = CachedPrefixes()
         self._session: WorkerSession | None = None
         self._drain_wanted = asyncio.Event()
 
@@ -131,6 +133,7 @@ class Worker:
     async def _serve(self, engine: SupervisedEngine, capabilities: Capabilities) -> None:
         """Returns when the worker has drained; raises EngineLostError."""
         self._engine = engine
+        self._prefixes = CachedPrefixes()  # a new engine's cache is empty
         self._begin_session(engine, capabilities)
         await run_until_first(
             self._pump(engine),
@@ -190,6 +193,7 @@ class Worker:
             engine=engine,
             times=self._times.stream,
             clock=self._clock,
+            prefixes=self._prefixes,
             on_finish=self._on_finish,
         )
         if self._drain_wanted.is_set():

@@ -7,7 +7,7 @@ from enum import StrEnum
 from opentelemetry.trace import Span
 
 from service_kit.ids import GenerationId
-from state_store.model import GenerationRecord
+from state_store.model import GenerationRecord, PriorityClass
 from state_store.ports import AttemptRef
 
 NAMING_DEADLINE_S = 2.0
@@ -105,9 +105,14 @@ class AttemptTable:
             if (known := self.find(ref)) is not None:
                 known.is_seen = True
 
-    def unseen_tokens(self) -> int:
-        """Context of what was dispatched and does not show in the worker's load report yet."""
-        return sum(known.context_tokens for known in self._by_generation.values() if not known.is_seen)
+    def unseen_tokens(self) -> tuple[int, int, int]:
+        """Context of what was dispatched and does not show in the worker's load report yet, by rank of the class."""
+        tokens = [0] * len(PriorityClass)
+        for known in self._by_generation.values():
+            if not known.is_seen:
+                tokens[known.record.priority_class.rank] += known.context_tokens
+        interactive, standard, batch = tokens
+        return interactive, standard, batch
 
     def overdue(self, now_s: float) -> list[tuple[ExpectedAttempt, Overdue]]:
         """Attempts not named in time. The caller assigns again (the time starts anew) or gives the attempt back."""

@@ -10,6 +10,7 @@ from inference.internal.v1 import scheduler_pb2, worker_pb2
 from scheduler.attempt_table import HeldAttempt
 from scheduler.coordinator import AttemptNews, NewsResult, Verdict
 from scheduler.policy import WorkerEnd
+from scheduler.session_load import SessionLoad, room_by_class
 from service_kit.delta import Delta
 from service_kit.errors import InvalidArgumentError
 from service_kit.ids import GenerationId, KeyId, RequestId, SchedulerId, SessionId, TenantId
@@ -107,6 +108,18 @@ def decode_held(held: Sequence[worker_pb2.HeldAttempt]) -> list[HeldAttempt]:
     ]
 
 
+def decode_load(load: worker_pb2.LoadReport) -> SessionLoad:
+    """Raises ValueError for a report that makes no sense: the worker's bug, which ends its session."""
+    return SessionLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_blocks=load.num_blocks,
+        num_cached_blocks=load.num_cached_blocks,
+        room_blocks=room_by_class(load.room_blocks, num_free_blocks=load.num_free_blocks),
+        is_draining=load.is_draining,
+    )
+
+
 def decode_batch(batch: worker_pb2.DeltaBatch) -> list[AttemptNews]:
     """News per attempt. Raises ValueError for a malformed delta: the worker's bug, which ends its session."""
     return [
@@ -141,7 +154,7 @@ def _decode_end(end: worker_pb2.AttemptEnd) -> WorkerEnd:
 
 
 def encode_assignment(
-    record: GenerationRecord, *, output_token_ids: Sequence[int], traceparent: str
+    record: GenerationRecord, *, output_token_ids: Sequence[int], traceparent: str, prefix_salt: str
 ) -> worker_pb2.Assignment:
     """A granted attempt as its worker gets it."""
     return worker_pb2.Assignment(
@@ -153,6 +166,7 @@ def encode_assignment(
         priority=record.priority_class.rank,
         nonce=record.nonce,
         traceparent=traceparent,
+        prefix_salt=prefix_salt,
     )
 
 

@@ -24,6 +24,8 @@ class SchedulerConfig:
     log_level: str
     log_format: LogFormat
     crash_file: Path | None
+    shares_prefixes: bool = False
+    """Whether tenants share cached prefixes. They then can tell from the time of a first token what others have asked."""
 
     @classmethod
     def from_environment(cls, environment: Environment) -> "SchedulerConfig":
@@ -45,4 +47,5 @@ class SchedulerConfig:
             log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
             log_format=LogFormat(environment.choice("SLUICE_LOG_FORMAT", "json", tuple(LogFormat))),
             crash_file=environment.optional_path("SLUICE_CRASH_FILE"),
+            shares_prefixes=environment.boolean("SLUICE_SHARE_PREFIXES_BETWEEN_TENANTS", default=False),
         )

@@ -3,11 +3,12 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from scheduler.assignments import Assignments
 from scheduler.policy import room_of
-from scheduler.queue.port import AdmissionQueue, Popped, Room
+from scheduler.queue.port import AdmissionQueue, Popped
 from scheduler.session_registry import SessionRegistry
 from scheduler.worker_session import WorkerSession
 from service_kit.crash_point import CrashPoints
@@ -77,7 +78,7 @@ class Dispatcher:
             room = room_of(session.capacity())
             if room.max_entries == 0:
                 continue
-            room = Room(max_entries=min(room.max_entries, MAX_POP), max_tokens=room.max_tokens)
+            room = replace(room, max_entries=min(room.max_entries, MAX_POP))
             popped = await self._queue.pop(session.session.model_key, room)
             if popped:
                 has_granted |= await self._grant(session, popped)

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import accumulate
 
 from scheduler.queue.port import QueueEntry, Room
 from service_kit.delta import Cursor, Delta
 from service_kit.errors import Reason
+from service_kit.ids import TenantId
 from service_kit.sampling import FinishReason
 from state_store.model import CancelCause, Finish, GenerationRecord, State
 from state_store.transitions import has_attempts_left
@@ -97,13 +99,14 @@ def queue_entry_of(record: GenerationRecord, *, output_tokens: int = 0) -> Queue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """A session as the dispatcher sees it. `unseen_tokens` is the context of what was dispatched but not yet named."""
+    """A session as the dispatcher sees it. `room_blocks` of its latest report and `unseen_tokens`, the context of what was
+    dispatched but not yet named, are by rank of the class."""
 
     max_running: int
     num_outstanding: int
-    num_free_blocks: int
+    room_blocks: tuple[int, int, int]
     block_size: int
-    unseen_tokens: int
+    unseen_tokens: tuple[int, int, int]
     is_draining: bool
 
 
@@ -114,10 +117,20 @@ LOOK_AHEAD = 2
 def room_of(capacity: Capacity) -> Room:
     """What a session can take now; reports older than the last dispatch are corrected by what it has not yet seen."""
     if capacity.is_draining:
-        return Room(max_entries=0, max_tokens=0)
+        return Room(max_entries=0, max_tokens=(0, 0, 0))
     entries = capacity.max_running + LOOK_AHEAD - capacity.num_outstanding
-    tokens = capacity.num_free_blocks * capacity.block_size - capacity.unseen_tokens
-    return Room(max_entries=max(0, entries), max_tokens=max(0, tokens))
+    # What was dispatched of a lower class takes nothing from a higher one: its blocks can be taken from it.
+    unseen = accumulate(capacity.unseen_tokens)
+    interactive, standard, batch = (
+        max(0, blocks * capacity.block_size - tokens)
+        for blocks, tokens in zip(capacity.room_blocks, unseen, strict=True)
+    )
+    return Room(max_entries=max(0, entries), max_tokens=(interactive, standard, batch))
+
+
+def prefix_salt(tenant_id: TenantId, *, is_shared: bool) -> str:
+    """What separates cached prefixes: how long a prompt takes would tell one tenant what another has asked."""
+    return "" if is_shared else tenant_id
 
 
 def is_charged(*, added_tokens: int, is_uncharged_cause: bool) -> bool:

@@ -76,6 +76,7 @@ def build(
         clock=clocks.monotonic_s,
         internal_token=config.internal_token,
         on_room=on_room,
+        shares_prefixes=config.shares_prefixes,
     )
 
     def make_session(session: NewSession, owner_epoch: int) -> WorkerSession:

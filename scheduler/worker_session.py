@@ -10,11 +10,12 @@ from opentelemetry import trace
 from inference.internal.v1 import worker_pb2
 from scheduler.assignments import Assignments
 from scheduler.attempt_table import AttemptTable, ExpectedAttempt, HeldAttempt, Overdue
-from scheduler.codec import decode_held, encode_assignment, encode_ref, encode_verdict
+from scheduler.codec import decode_held, decode_load, encode_assignment, encode_ref, encode_verdict
 from scheduler.coordinator import ABORT, KEEP, Coordinator, NewsResult
 from scheduler.news_writer import NewsWriter
-from scheduler.policy import Capacity
+from scheduler.policy import Capacity, prefix_salt
 from scheduler.retry import until_available
+from scheduler.session_load import PrefixSet, SessionLoad
 from scheduler.session_stream import SessionStream, StreamEnd
 from service_kit.logging import get_logger
 from service_kit.telemetry import context_from_traceparent, current_traceparent, tracer
@@ -46,6 +47,8 @@ class Surroundings:
     internal_token: str | None
     on_room: Callable[[], None]
     """Called when a session may have room again."""
+    shares_prefixes: bool = False
+    """Whether tenants share cached prefixes."""
 
 
 class WorkerSession:
@@ -55,7 +58,8 @@ class WorkerSession:
         self.session = session
         self.owner_epoch = owner_epoch
         self.table = AttemptTable()
-        self.load = worker_pb2.LoadReport()
+        self.load = SessionLoad()
+        self.cached_prefixes = PrefixSet()
         self.last_heard_s = surroundings.clock()
         self.is_ready = False
         self._is_closing = False
@@ -71,7 +75,7 @@ class WorkerSession:
         return Capacity(
             max_running=self.session.max_running,
             num_outstanding=len(self.table),
-            num_free_blocks=self.load.num_free_blocks,
+            room_blocks=self.load.room_blocks,
             block_size=self.session.block_size,
             unseen_tokens=self.table.unseen_tokens(),
             is_draining=not self.is_ready or self._is_closing or self.load.is_draining,
@@ -100,7 +104,12 @@ class WorkerSession:
         if known is None:
             return
         traceparent = current_traceparent(trace.set_span_in_context(known.span))
-        assignment = encode_assignment(known.record, output_token_ids=output_token_ids, traceparent=traceparent)
+        assignment = encode_assignment(
+            known.record,
+            output_token_ids=output_token_ids,
+            traceparent=traceparent,
+            prefix_salt=prefix_salt(known.record.tenant_id, is_shared=self._around.shares_prefixes),
+        )
         self._send(worker_pb2.SessionRequest(assign=worker_pb2.Assign(assignments=[assignment])))
         known.is_assigned = True
         known.expected_since_s = self._around.clock()
@@ -177,11 +186,14 @@ class WorkerSession:
         self.last_heard_s = self._around.clock()
         match response.WhichOneof("message"):
             case "hello":
-                self.load = response.hello.load
+                self.load = decode_load(response.hello.load)
+                self.cached_prefixes.reset(response.hello.cached_prefixes)
                 self._spawn(self._greet(decode_held(response.hello.held)))
             case "heartbeat":
-                self.load = response.heartbeat.load
-                self._on_heartbeat(decode_held(response.heartbeat.held))
+                beat = response.heartbeat
+                self.load = decode_load(beat.load)
+                self.cached_prefixes.change(added=beat.cached_prefixes_added, removed=beat.cached_prefixes_removed)
+                self._on_heartbeat(decode_held(beat.held))
             case "delta_batch":
                 assert self._stream is not None
                 self._writer.put(self._stream, response.delta_batch)

@@ -13,6 +13,9 @@ BlockHash = NewType("BlockHash", bytes)
 PrefixRoot = NewType("PrefixRoot", bytes)
 """32 bytes: the key of all hashes of one model and tenant."""
 
+MAX_ANNOUNCED_DIGESTS = 1 << 18
+"""Most digests that a worker tells a scheduler of, and that one keeps: 2 MiB in a message. With blocks of 16 that is a
+cache of 4 million tokens; what a larger one holds beyond it is found by the engine only."""
 _ROOT_SIZE = 32
 _HASH_SIZE = 16
 

@@ -12,6 +12,7 @@ from typing import Any, assert_never
 import msgpack  # type: ignore[import-untyped]
 
 from gpu_worker.engine.port import (
+    CacheChanges,
     Capabilities,
     LoadReport,
     SequenceFinish,
@@ -100,7 +101,8 @@ def encode_frame(frame: Frame) -> bytes:
             fields = ["ready", astuple(frame.capabilities)]
         case OutputFrame():
             outputs = [_output_fields(output) for output in frame.output.outputs]
-            fields = ["output", frame.output.step, outputs, astuple(frame.load), frame.num_pauses]
+            changes = astuple(frame.output.cache_changes)
+            fields = ["output", frame.output.step, outputs, changes, astuple(frame.load), frame.num_pauses]
         case RefusedFrame():
             fields = ["refused", frame.sequence_id, frame.reason]
         case FatalFrame():
@@ -155,12 +157,12 @@ class FrameReader:
 
 
 def _spec_fields(spec: SequenceSpec) -> list[Any]:
-    sampling = spec.sampling.to_dict()
-    return [spec.sequence_id, spec.prompt_token_ids, spec.output_token_ids, sampling, spec.priority, spec.nonce]
+    tokens = (spec.prompt_token_ids, spec.output_token_ids)
+    return [spec.sequence_id, *tokens, spec.sampling.to_dict(), spec.priority, spec.nonce, spec.prefix_salt]
 
 
 def _spec(fields: Sequence[Any]) -> SequenceSpec:
-    sequence_id, prompt, output, sampling, priority, nonce = fields
+    sequence_id, prompt, output, sampling, priority, nonce, prefix_salt = fields
     return SequenceSpec(
         sequence_id=sequence_id,
         prompt_token_ids=prompt,
@@ -168,6 +170,7 @@ def _spec(fields: Sequence[Any]) -> SequenceSpec:
         sampling=SamplingParams.from_dict(sampling),
         priority=priority,
         nonce=nonce,
+        prefix_salt=prefix_salt,
     )
 
 
@@ -221,13 +224,17 @@ def _finish(fields: Sequence[Any]) -> SequenceFinish:
 
 
 def _by_name(kind: type[Any], values: Sequence[Any]) -> Any:
-    """A flat dataclass from its values in field order."""
+    """A dataclass of plain values (tuples of them included) from these in field order."""
     return kind(**dict(zip(kind.__dataclass_fields__, values, strict=True)))
 
 
 def _decode_output(fields: Sequence[Any]) -> OutputFrame:
-    step, outputs, load, num_pauses = fields
-    output = StepOutput(step=step, outputs=tuple(_output(each) for each in outputs))
+    step, outputs, changes, load, num_pauses = fields
+    output = StepOutput(
+        step=step,
+        outputs=tuple(_output(each) for each in outputs),
+        cache_changes=_by_name(CacheChanges, changes),
+    )
     return OutputFrame(output=output, load=_by_name(LoadReport, load), num_pauses=num_pauses)
 
 

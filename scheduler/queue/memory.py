@@ -63,7 +63,7 @@ class MemoryAdmissionQueue:
             if entry.deadline_at is not None and entry.deadline_at <= now:
                 del slots[entry.generation_id]
                 continue
-            if num_tokens + entry.max_tokens > room.max_tokens:
+            if num_tokens + entry.max_tokens > room.max_tokens[entry.priority_class.rank]:
                 break
             num_tokens += entry.max_tokens
             slot.pop_id, slot.held_until = uuid.uuid4().hex, now + self._settings.pop_hold

@@ -47,11 +47,14 @@ class EnqueueStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What sessions of a model can take now."""
+    """What sessions of a model can take now.
+
+    `max_tokens` is by rank of the class: an entry fits while the sum of `max_tokens` of this pop, itself included, is at
+    most its class's. A higher class has at least the room of a lower one, whose memory it may take.
+    """
 
     max_entries: int
-    max_tokens: int
-    """Sum of `max_tokens` that fits; the first entry of a pop is taken when it fits alone."""
+    max_tokens: tuple[int, int, int]
 
 
 class AdmissionQueue(Protocol):

@@ -22,7 +22,7 @@ from tests.support.delta_logs import QUEUE_DATABASE, database_url
 MODEL = ModelKey(revision="sha256:{ab}:1", precision="int8")
 OTHER_MODEL = ModelKey(revision="sha256:cd", precision="int8")
 ARRIVAL = datetime(2030, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
-BIG_ROOM = Room(max_entries=100, max_tokens=1_000_000)
+BIG_ROOM = Room(max_entries=100, max_tokens=(1_000_000,) * 3)
 SETTINGS = QueueSettings(max_entries=3)
 
 
@@ -137,18 +137,27 @@ async def test_models_do_not_share_a_queue(under_test: QueueUnderTest) -> None:
 async def test_a_pop_takes_no_more_entries_than_there_is_room_for(under_test: QueueUnderTest) -> None:
     entries = [entry_of(arrived_ms=ms) for ms in range(150)]
     await under_test.add(*entries)
-    assert await under_test.pop(Room(max_entries=0, max_tokens=1000)) == []
-    assert await under_test.pop_entries(Room(max_entries=70, max_tokens=10_000)) == entries[:70]
-    assert await under_test.pop_entries(Room(max_entries=100, max_tokens=10_000)) == entries[70:]
+    assert await under_test.pop(Room(max_entries=0, max_tokens=(1000,) * 3)) == []
+    assert await under_test.pop_entries(Room(max_entries=70, max_tokens=(10_000,) * 3)) == entries[:70]
+    assert await under_test.pop_entries(Room(max_entries=100, max_tokens=(10_000,) * 3)) == entries[70:]
 
 
 async def test_a_pop_ends_at_the_first_entry_that_does_not_fit(under_test: QueueUnderTest) -> None:
     first, second, third = (entry_of(arrived_ms=ms, max_tokens=tokens) for ms, tokens in ((0, 60), (1, 50), (2, 10)))
     lower = entry_of(priority_class=PriorityClass.BATCH, max_tokens=1)
     await under_test.add(first, second, third, lower)
-    assert await under_test.pop(Room(max_entries=9, max_tokens=59)) == []
-    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=109)) == [first]
-    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=61)) == [second, third, lower]
+    assert await under_test.pop(Room(max_entries=9, max_tokens=(59,) * 3)) == []
+    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=(109,) * 3)) == [first]
+    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=(61,) * 3)) == [second, third, lower]
+
+
+async def test_each_class_has_its_own_room_and_higher_ones_use_it_up(under_test: QueueUnderTest) -> None:
+    urgent, usual, batch = (entry_of(priority_class=each, max_tokens=50) for each in PriorityClass)
+    await under_test.add(urgent, usual, batch)
+    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=(50, 99, 99))) == [urgent]
+    assert await under_test.pop(Room(max_entries=9, max_tokens=(1000, 49, 49))) == []
+    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=(1000, 50, 99))) == [usual]
+    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=(0, 0, 50))) == [batch]
 
 
 async def test_expired_entries_leave_every_structure_at_a_pop(under_test: QueueUnderTest) -> None:
@@ -156,7 +165,7 @@ async def test_expired_entries_leave_every_structure_at_a_pop(under_test: QueueU
     alive = entry_of(arrived_ms=1, deadline_at=ARRIVAL + timedelta(seconds=1, milliseconds=1))
     await under_test.add(expired, alive)
     under_test.clock.advance(timedelta(seconds=1))
-    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=10)) == [alive]
+    assert await under_test.pop_entries(Room(max_entries=9, max_tokens=(10,) * 3)) == [alive]
     assert not await under_test.contains(expired)
     assert await under_test.num_queued() == 0
 
@@ -171,7 +180,7 @@ async def test_the_bound_of_a_class_refuses_new_entries_but_not_requeues(under_t
     assert await under_test.add(entries[3], is_bounded=False) == [added]
     assert await under_test.add(replace(entries[0], attempt=1), is_bounded=True) == [full]
     assert await under_test.contains(entries[0])
-    await under_test.pop(Room(max_entries=2, max_tokens=1000))
+    await under_test.pop(Room(max_entries=2, max_tokens=(1000,) * 3))
     assert await under_test.add(entry_of(), is_bounded=True) == [added]
 
 
@@ -241,7 +250,7 @@ async def test_an_ack_forgets_the_entry(under_test: QueueUnderTest) -> None:
 async def test_a_returned_entry_has_its_old_place(under_test: QueueUnderTest) -> None:
     first, second = entry_of(arrived_ms=1), entry_of(arrived_ms=2)
     await under_test.add(first, second)
-    popped = await under_test.pop(Room(max_entries=1, max_tokens=100))
+    popped = await under_test.pop(Room(max_entries=1, max_tokens=(100,) * 3))
     await under_test.queue.return_many(popped)
     assert await under_test.pop_entries() == [first, second]
 
@@ -278,7 +287,7 @@ async def test_reaping_puts_back_what_is_in_flight_for_longer_than_its_hold(unde
 async def test_a_removed_generation_leaves_every_structure(under_test: QueueUnderTest) -> None:
     queued, in_flight, other = entry_of(arrived_ms=1), entry_of(), entry_of(model_key=OTHER_MODEL)
     await under_test.add(in_flight, queued, other)
-    popped = await under_test.pop(Room(max_entries=1, max_tokens=100))
+    popped = await under_test.pop(Room(max_entries=1, max_tokens=(100,) * 3))
     await under_test.queue.remove_many([(entry.model_key, entry.generation_id) for entry in (queued, in_flight, other)])
     await under_test.queue.remove_many([(MODEL, new_generation_id()), (MODEL, queued.generation_id)])
     await under_test.queue.return_many(popped)
@@ -291,7 +300,7 @@ async def test_a_removed_generation_leaves_every_structure(under_test: QueueUnde
 async def test_concurrent_pops_share_nothing_and_their_ids_are_unique(under_test: QueueUnderTest) -> None:
     entries = [entry_of(arrived_ms=ms) for ms in range(40)]
     await under_test.add(*entries)
-    room = Room(max_entries=7, max_tokens=1000)
+    room = Room(max_entries=7, max_tokens=(1000,) * 3)
     popped = [pop for pops in await asyncio.gather(*(under_test.pop(room) for _ in range(8))) for pop in pops]
     assert sorted(pop.entry.generation_id for pop in popped) == sorted(entry.generation_id for entry in entries)
     assert len({pop.pop_id for pop in popped}) == 40

@@ -108,11 +108,13 @@ def make_config(**changes: object) -> SchedulerConfig:
 
 
 @asynccontextmanager
-async def running_scheduler(stores: Stores, *, crash_file: Path | None = None) -> AsyncIterator[SchedulerRig]:
+async def running_scheduler(
+    stores: Stores, *, crash_file: Path | None = None, shares_prefixes: bool = False
+) -> AsyncIterator[SchedulerRig]:
     """A scheduler that serves gRPC; its loops do not run by themselves."""
     clock = ManualClock()
     parts = build(
-        make_config(crash_file=crash_file),
+        make_config(crash_file=crash_file, shares_prefixes=shares_prefixes),
         store=stores.store,
         log=stores.log,
         queue=stores.queue,

@@ -32,6 +32,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.session_id = session_id or new_session_id()
         self.received: list[worker_pb2.SessionRequest] = []
         self.held: list[worker_pb2.HeldAttempt] = []
+        self.load = LOAD
+        self.cached_prefixes: list[int] = []
+        """As hello says them."""
         self.address = ""
         self._outgoing: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -70,7 +73,13 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         try:
             await eventually(lambda: bool(self.received_of("open")))
             yield worker_pb2.SessionResponse(
-                hello=worker_pb2.Hello(session_id=self.session_id, capabilities=CAPABILITIES, load=LOAD, held=self.held)
+                hello=worker_pb2.Hello(
+                    session_id=self.session_id,
+                    capabilities=CAPABILITIES,
+                    load=self.load,
+                    held=self.held,
+                    cached_prefixes=self.cached_prefixes,
+                )
             )
             while (response := await self._outgoing.get()) is not None:
                 yield response
@@ -105,8 +114,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         """Ends the stream in good order, as after a drain."""
         self._outgoing.put_nowait(None)
 
-    def heartbeat(self) -> None:
-        self._outgoing.put_nowait(worker_pb2.SessionResponse(heartbeat=worker_pb2.Heartbeat(load=LOAD, held=self.held)))
+    def heartbeat(self, *, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
+        """With digests of prefixes that came to and left its cache."""
+        heartbeat = worker_pb2.Heartbeat(
+            load=self.load, held=self.held, cached_prefixes_added=added, cached_prefixes_removed=removed
+        )
+        self._outgoing.put_nowait(worker_pb2.SessionResponse(heartbeat=heartbeat))
 
     def hold(self, generation_id: str, attempt: int, *, position: int, is_finished: bool = False) -> None:
         self.held = [each for each in self.held if each.attempt.generation_id != generation_id]

@@ -1,4 +1,5 @@
--- ARGV: now, hold in ms, most entries, most tokens, id of this pop. Answers: generation, packed entry, pop id, ...
+-- ARGV: now, hold in ms, most entries, id of this pop, most tokens of each class.
+-- Answers: generation, packed entry, pop id, ...
 -- Class order, then arrival. The first entry that does not fit ends the pop: nothing overtakes it.
 if not is_ready() then
   return NOT_READY
@@ -6,15 +7,15 @@ end
 local CHUNK = 64
 local now = now_ms(ARGV[1])
 local held_until = int(now + tonumber(ARGV[2]))
-local entries_left, tokens_left = tonumber(ARGV[3]), tonumber(ARGV[4])
+local entries_left, tokens_taken = tonumber(ARGV[3]), 0
 local answers = {}
 
 local function take(generation, entry, packed)
-  local pop_id = ARGV[5] .. ':' .. #answers / 3
+  local pop_id = ARGV[4] .. ':' .. #answers / 3
   redis.call('ZREM', class_key(entry.rank), generation)
   redis.call('ZADD', IN_FLIGHT, held_until, generation)
   redis.call('HSET', POPS, generation, pop_id)
-  entries_left, tokens_left = entries_left - 1, tokens_left - entry.max_tokens
+  entries_left, tokens_taken = entries_left - 1, tokens_taken + entry.max_tokens
   for _, value in ipairs({generation, packed, pop_id}) do
     answers[#answers + 1] = value
   end
@@ -35,7 +36,7 @@ local function pop_class(rank)
         redis.call('ZREM', class_key(rank), generation)
       elseif entry.deadline > 0 and entry.deadline <= now then
         drop(generation, entry)
-      elseif entry.max_tokens > tokens_left then
+      elseif tokens_taken + entry.max_tokens > tonumber(ARGV[5 + rank]) then
         return false
       else
         take(generation, entry, packed)

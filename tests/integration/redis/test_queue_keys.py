@@ -12,7 +12,7 @@ from service_kit.ids import TenantId, new_generation_id
 from state_store.model import ModelKey, PriorityClass
 from tests.support.polling import eventually_answers
 
-ROOM = Room(max_entries=10, max_tokens=100)
+ROOM = Room(max_entries=10, max_tokens=(100,) * 3)
 
 
 def _entry(model_key: ModelKey, deadline_at: datetime | None = None) -> QueueEntry:
@@ -35,7 +35,7 @@ async def test_all_keys_of_a_model_share_a_slot_whatever_its_revision_is_called(
     for revision in ("sha256:ab", "}{", "a b"):
         model_key = ModelKey(revision=revision, precision="int8")
         await queue.enqueue_many([_entry(model_key), _entry(model_key)], is_bounded=True)
-        await queue.pop(model_key, Room(max_entries=1, max_tokens=100))
+        await queue.pop(model_key, Room(max_entries=1, max_tokens=(100,) * 3))
     tags: dict[str, set[int]] = {}
     keys = [key for key in await client.keys("*") if key != b"queue:marker"]
     for key in keys:

@@ -52,12 +52,12 @@ async def test_a_killed_server_is_unavailable_and_keeps_what_it_had(own_server: 
     own_server.kill()
     with pytest.raises(LogUnavailableError):
         await _append(log, generation_id)
-    for call in (queue.pop(MODEL, Room(max_entries=1, max_tokens=1)), queue.is_ready(), queue.mark_ready()):
+    for call in (queue.pop(MODEL, Room(max_entries=1, max_tokens=(1,) * 3)), queue.is_ready(), queue.mark_ready()):
         with pytest.raises(QueueUnavailableError):
             await call
     own_server.start()
     assert await _append(log, generation_id) is AppendStatus.OK
-    assert await queue.pop(MODEL, Room(max_entries=1, max_tokens=1)) == []
+    assert await queue.pop(MODEL, Room(max_entries=1, max_tokens=(1,) * 3)) == []
 
 
 async def test_a_silent_server_is_unavailable_within_the_time_limit(own_server: LocalValkey, own_client: Redis) -> None:

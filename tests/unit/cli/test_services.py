@@ -11,7 +11,11 @@ CONTEXT = ServiceContext(
     trace_directory=Path("/traces"),
     log_directory=Path("/logs"),
     internal_token="token-1",
-    base_environment={"PATH": "/bin", "SLUICE_ENGINE": "from the shell"},
+    base_environment={
+        "PATH": "/bin",
+        "SLUICE_ENGINE": "from the shell",
+        "SLUICE_SHARE_PREFIXES_BETWEEN_TENANTS": "true",
+    },
     overrides={"SLUICE_LOG_LEVEL": "DEBUG"},
 )
 INSTANCES = [
@@ -45,6 +49,7 @@ def test_gateway_and_scheduler_get_the_stores_and_every_service_the_overrides() 
     assert scheduler.environment is not None
     assert gateway.environment["SLUICE_MODELS_DIR"] == "/models"
     assert scheduler.environment["SLUICE_SCHEDULER_LISTEN"] == "127.0.0.1:2"
+    assert scheduler.environment["SLUICE_SHARE_PREFIXES_BETWEEN_TENANTS"] == "true"
     for spec in (gateway, scheduler):
         assert spec.environment["SLUICE_POSTGRES_DSN"] == "postgresql://db"
         assert spec.environment["SLUICE_LOG_LEVEL"] == "DEBUG"
