@@ -118,6 +118,7 @@ class NativeEngine:
             num_blocks=self._pool.num_blocks,
             block_size=self._pool.block_size,
             kv_waste=1 - self._scheduler.num_computed_tokens / num_slots if num_slots else 0.0,
+            room_blocks=(self._pool.num_free,) * 3,
             num_preempted=self._scheduler.num_preempted,
             num_failed=self._num_failed,
         )

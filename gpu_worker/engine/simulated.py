@@ -194,6 +194,7 @@ class SimulatedEngine:
             block_size=self._settings.block_size,
             kv_waste=batch.waste(),
             num_preempted=batch.num_preempted,
+            room_blocks=batch.room_blocks(),
         )
 
     def _refuse_impossible(self, spec: SequenceSpec) -> None:

@@ -48,6 +48,17 @@ class SimulatedBatch:
         num_used = sum(sequence.num_computed for sequence in self._sequences.values())
         return 1 - num_used / num_slots if num_slots else 0.0
 
+    def room_blocks(self) -> tuple[int, int, int]:
+        """Blocks that a new sequence of each class could get: the free ones and those of strictly lower classes, without
+        what waits in its own or a higher class, which goes first."""
+
+        def room(priority: int) -> int:
+            lower = sum(each.num_blocks for each in self._sequences.values() if each.rank[0] > priority)
+            before = (each for each in self._sequences.values() if not each.is_running and each.rank[0] <= priority)
+            return max(0, self.num_free_blocks + lower - sum(map(self._num_missing_blocks, before)))
+
+        return room(0), room(1), room(2)
+
     def add(self, sequence: SimulatedSequence) -> None:
         self._sequences[sequence.sequence_id] = sequence
 
@@ -94,7 +105,7 @@ class SimulatedBatch:
         """Admits a waiting sequence, or gets a running one the blocks of its next tokens, if it can."""
         if not sequence.is_running and self.num_running >= self._max_running:
             return
-        needed = -(-sequence.num_tokens // self._block_size) - sequence.num_blocks
+        needed = self._num_missing_blocks(sequence)
         reserve = 0 if sequence.is_running else self.num_running
         while self.num_free_blocks < needed + reserve:
             victim = self._victim(sequence)
@@ -109,6 +120,10 @@ class SimulatedBatch:
         self.num_free_blocks -= needed
         sequence.num_blocks += needed
         sequence.is_running = True
+
+    def _num_missing_blocks(self, sequence: SimulatedSequence) -> int:
+        """For all its tokens."""
+        return -(-sequence.num_tokens // self._block_size) - sequence.num_blocks
 
     def _victim(self, sequence: SimulatedSequence) -> SimulatedSequence | None:
         last = max((each for each in self._sequences.values() if each.is_running), key=lambda e: e.rank, default=None)
