@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from gpu_worker.engine.port import SequenceFinish, SequenceOutput, SequenceSpec, Timings
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.text import OutputStage, StopMatch
-from service_kit.delta import Delta, join
+from service_kit.delta import Delta, TokenLogprob, join
 from service_kit.sampling import FinishReason
 
 
@@ -33,9 +33,14 @@ class LiveSequence:
         """Sequence number of the token that is drawn next, held ones counted."""
         return self.stage.num_generated + 1
 
-    def push(self, token_id: int) -> SequenceOutput | None:
-        """What the next token causes; None when it is held back."""
-        emission = self.stage.push(token_id)
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """What must not be drawn next: the end tokens while the output is too short; empty afterwards."""
+        return self.stage.rules.banned_at(self.next_position)
+
+    def push(self, token_id: int, logprob: TokenLogprob | None = None) -> SequenceOutput | None:
+        """What the next token causes; None when it is held back. `logprob` iff the request asked for it."""
+        emission = self.stage.push(token_id, logprob)
         if self.is_complete:
             return self.complete(emission.delta)
         if emission.delta is None:
