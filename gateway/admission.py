@@ -9,8 +9,9 @@ from gateway.model_registry import ModelRegistry
 from gateway.prompt import PromptEncoder
 from gateway.queue_full import FullQueues, QueueName
 from gateway.request_hash import request_hash
+from gateway.sampling_validation import parse_sampling
 from gateway.submit import Committed, Submission, Submitter
-from gateway.validation import parse_delivery, parse_priority_class, parse_request_id, parse_sampling
+from gateway.validation import parse_delivery, parse_priority_class, parse_request_id
 from inference.v1 import types_pb2
 from service_kit.delta import Cursor
 from service_kit.errors import InvalidArgumentError, UnavailableError

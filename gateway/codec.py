@@ -1,5 +1,6 @@
 """Domain ↔ public protos. Pure."""
 
+from collections.abc import Iterable
 from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -7,7 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gateway.model_registry import ServedModel
 from gateway.streaming.pieces import Piece
 from inference.v1 import types_pb2
-from service_kit.delta import Cursor, Delta
+from service_kit.delta import Cursor, Delta, TokenLogprob
 from service_kit.errors import AbortedError, ExpiredError, InternalError, Reason, SluiceError
 from service_kit.sampling import FinishReason
 from state_store.delta_log.port import LogEnd
@@ -33,6 +34,7 @@ def encode_piece(piece: Piece) -> types_pb2.Delta:
         message.first_sequence_number = piece.delta.first
         message.token_ids.extend(piece.delta.token_ids)
         message.text = piece.delta.text
+        message.logprobs.extend(_encode_logprobs(piece.delta.logprobs))
     end = piece.end
     if end is not None and end_error(end) is None:
         message.finish_reason = _finish_reason(end)
@@ -121,7 +123,18 @@ def add_output(message: types_pb2.Generation, output: Delta | None) -> None:
         return
     message.text = output.text
     message.token_ids.extend(output.token_ids)
+    message.logprobs.extend(_encode_logprobs(output.logprobs))
     message.cursor.CopyFrom(encode_cursor(output.end))
+
+
+def _encode_logprobs(logprobs: Iterable[TokenLogprob]) -> list[types_pb2.TokenLogprob]:
+    return [
+        types_pb2.TokenLogprob(
+            logprob=each.logprob,
+            top=[types_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in each.top],
+        )
+        for each in logprobs
+    ]
 
 
 def encode_model(model: ServedModel, *, workers: int) -> types_pb2.Model:

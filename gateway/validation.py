@@ -4,7 +4,7 @@ Errors name the field by its path in the proto.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
@@ -14,7 +14,6 @@ from inference.v1 import inference_pb2, types_pb2
 from service_kit.delta import EMPTY_CHAIN, Cursor
 from service_kit.errors import InvalidArgumentError, Reason
 from service_kit.ids import GenerationId, RequestId
-from service_kit.sampling import InvalidSamplingError, SamplingParams
 from state_store.model import PriorityClass, State, Tenant
 
 MAX_PAGE_SIZE = 1000
@@ -42,28 +41,6 @@ class DeliveryTimes:
     grace: timedelta | None
     queue_timeout: timedelta
     deadline: timedelta | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftSampling:
-    """Checked parameters of a prompt whose length is not known yet. `max_output_tokens` and `seed` are None when unset."""
-
-    params: SamplingParams
-    max_output_tokens: int | None
-    seed: int | None
-
-    def complete(self, *, num_prompt_tokens: int, context_length: int) -> SamplingParams:
-        """Parameters for this prompt. Raises InvalidArgumentError when prompt and output do not fit the context."""
-        room = context_length - num_prompt_tokens
-        if self.max_output_tokens is None:
-            return replace(self.params, max_output_tokens=room)
-        if self.max_output_tokens > room:
-            raise InvalidArgumentError(
-                "spec.sampling.max_output_tokens",
-                f"prompt ({num_prompt_tokens} tokens) and output do not fit the model's context of {context_length}",
-                metadata={"context_length": str(context_length), "prompt_tokens": str(num_prompt_tokens)},
-            )
-        return self.params
 
 
 def parse_request_id(value: str) -> RequestId | None:
@@ -145,39 +122,13 @@ def parse_priority_class(value: int, tenant: Tenant) -> PriorityClass:
     return PriorityClass(priority)
 
 
-def parse_sampling(sampling: types_pb2.Sampling, *, vocab_size: int) -> DraftSampling:
-    """Raises InvalidArgumentError with the path of the first bad field."""
-    max_output_tokens = sampling.max_output_tokens if sampling.HasField("max_output_tokens") else None
-    seed = sampling.seed if sampling.HasField("seed") else None
-    try:
-        params = SamplingParams(
-            max_output_tokens=1 if max_output_tokens is None else max_output_tokens,
-            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-            top_k=sampling.top_k if sampling.HasField("top_k") else 0,
-            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-            seed=seed or 0,
-            stop=tuple(sampling.stop),
-            stop_token_ids=tuple(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-        )
-    except InvalidSamplingError as error:
-        description = str(error).removeprefix(f"{error.field}: ")
-        raise InvalidArgumentError(f"spec.sampling.{error.field}", description) from error
-    _check_token_ids("spec.sampling.stop_token_ids", params.stop_token_ids, vocab_size=vocab_size)
-    return DraftSampling(params=params, max_output_tokens=max_output_tokens, seed=seed)
-
-
-def _check_token_ids(field: str, token_ids: tuple[int, ...], *, vocab_size: int) -> None:
-    if token_ids and max(token_ids) >= vocab_size:
-        raise InvalidArgumentError(field, f"token ids are below {vocab_size}")
-
-
 def parse_token_ids(message: types_pb2.TokenIds, model: ServedModel) -> tuple[int, ...]:
     if not message.ids:
         raise InvalidArgumentError("spec.token_ids.ids", "must not be empty")
     check_prompt_length("spec.token_ids", len(message.ids), model)
     token_ids = tuple(message.ids)
-    _check_token_ids("spec.token_ids.ids", token_ids, vocab_size=model.manifest.vocab_size)
+    if max(token_ids) >= (vocab_size := model.manifest.vocab_size):
+        raise InvalidArgumentError("spec.token_ids.ids", f"token ids are below {vocab_size}")
     return token_ids
 
 

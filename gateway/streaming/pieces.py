@@ -43,5 +43,6 @@ def _cut(delta: Delta, max_tokens: int) -> Iterator[Delta]:
             texts=delta.texts[start : start + max_tokens],
             prev_chain=chain,
             chain=following,
+            logprobs=delta.logprobs[start : start + max_tokens],
         )
         chain = following

@@ -14,12 +14,13 @@ from gateway.config import GatewayConfig, StreamLimits, TokenizationLimits
 from inference.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from inference.v1 import inference_pb2_grpc
 from service_kit.api_key import mint_api_key
-from service_kit.delta import Cursor, Delta, make_delta
+from service_kit.delta import Cursor, Delta, TokenLogprob, join, make_delta
 from service_kit.errors import AlreadyExistsError, NotFoundError, SluiceError
 from service_kit.grpc_client import open_channel
 from service_kit.grpc_server import GrpcServer
 from service_kit.ids import GatewayId, GenerationId, KeyId, RequestId, SchedulerId, SessionId, TenantId, new_session_id
-from service_kit.sampling import FinishReason, SamplingParams
+from service_kit.sampling import FinishReason
+from service_kit.sampling_codec import decode_sampling
 from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import AppendItem, AppendStatus, LogEnd, OpenItem, SealItem
 from state_store.memory.store import MemoryStore
@@ -137,10 +138,16 @@ class MemoryScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._session = (session.session_id, opened.owner_epoch)
         return self._session
 
-    async def produce(self, generation_id: GenerationId, token_ids: Sequence[int], texts: Sequence[str]) -> Delta:
+    async def produce(
+        self,
+        generation_id: GenerationId,
+        token_ids: Sequence[int],
+        texts: Sequence[str],
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> Delta:
         """Appends one delta behind what was produced so far."""
         record = await self.record(generation_id)
-        delta = make_delta(after=self._output[generation_id], token_ids=token_ids, texts=texts)
+        delta = make_delta(after=self._output[generation_id], token_ids=token_ids, texts=texts, logprobs=logprobs)
         item = AppendItem(generation_id=generation_id, attempt=record.attempt, delta=delta)
         (result,) = await self.log.append_many([item])
         assert result.status is AppendStatus.OK
@@ -170,7 +177,7 @@ class MemoryScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             from_state=record.state,
             attempt=record.attempt,
             state=state,
-            output=_joined(view.deltas),
+            output=join(view.deltas),
             output_tokens=view.end.sequence_number,
             finish_reason=reason or (FinishReason.STOP if state is State.SUCCEEDED else None),
             matched_stop=matched_stop,
@@ -187,7 +194,7 @@ class MemoryScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """What is left when a generation's output was stored for its next attempt and the log's server lost all."""
         record = await self.record(generation_id)
         (view,) = await self.log.read_many([(generation_id, 0)])
-        output = _joined(view.deltas)
+        output = join(view.deltas)
         assert output is not None
         chunk = ChunkWrite(generation_id=generation_id, attempt=record.attempt, output=output)
         assert await self.store.store_chunks_many([chunk]) == [True]
@@ -209,19 +216,8 @@ class MemoryScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self.log.seal_many([SealItem(generation_id=record.generation_id, attempt=record.attempt, terminal=end)])
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta | None:
-    if not deltas:
-        return None
-    after = Cursor(sequence_number=deltas[0].first - 1, chain=deltas[0].prev_chain)
-    return make_delta(
-        after=after,
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        texts=[text for delta in deltas for text in delta.texts],
-    )
-
-
 def decode_submit(request: scheduler_pb2.SubmitRequest) -> NewGeneration:
-    sampling = request.sampling
+    sampling = decode_sampling(request.sampling, field="sampling")
     return NewGeneration(
         generation_id=GenerationId(request.generation_id),
         tenant_id=TenantId(request.tenant_id),
@@ -232,16 +228,7 @@ def decode_submit(request: scheduler_pb2.SubmitRequest) -> NewGeneration:
         model_key=ModelKey(revision=request.model_revision, precision=request.precision),
         priority_class=PriorityClass.from_rank(request.priority),
         prompt_token_ids=tuple(request.prompt_token_ids),
-        sampling=SamplingParams(
-            max_output_tokens=sampling.max_output_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            seed=sampling.seed if request.has_seed else 7,
-            stop=tuple(sampling.stop),
-            stop_token_ids=tuple(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-        ),
+        sampling=sampling if request.has_seed else replace(sampling, seed=7),
         grace=request.grace.ToTimedelta() if request.HasField("grace") else None,
         queue_timeout=request.queue_timeout.ToTimedelta(),
         deadline=request.deadline.ToTimedelta() if request.HasField("deadline") else None,

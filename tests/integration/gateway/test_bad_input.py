@@ -17,6 +17,7 @@ from tests.support.gateway import GatewayRig, add_key, bearer
 CONTEXT = 64
 ANY_UUID = "01900000-0000-7000-8000-000000000000"
 NAN = float("nan")
+INFINITY = float("inf")
 
 
 def spec(**changes: Any) -> types_pb2.GenerationSpec:
@@ -27,6 +28,10 @@ def spec(**changes: Any) -> types_pb2.GenerationSpec:
 
 def sampling(**fields: Any) -> types_pb2.GenerationSpec:
     return spec(sampling=types_pb2.Sampling(**fields))
+
+
+def biased(*biases: tuple[int, float]) -> types_pb2.GenerationSpec:
+    return sampling(logit_bias=[types_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in biases])
 
 
 def chat(*messages: tuple[str, str]) -> types_pb2.Chat:
@@ -62,8 +67,29 @@ BAD_SPECS: list[tuple[str, types_pb2.GenerationSpec, str]] = [
     ("NUL stop", sampling(stop=["a\x00"]), "spec.sampling.stop"),
     ("long stop", sampling(stop=["a" * 257]), "spec.sampling.stop"),
     ("many stops", sampling(stop=["a"] * 17), "spec.sampling.stop"),
-    ("unknown stop id", sampling(stop_token_ids=[VOCAB_SIZE]), "spec.sampling.stop_token_ids"),
+    ("unknown stop id", sampling(stop_token_ids=[1, VOCAB_SIZE]), "spec.sampling.stop_token_ids[1]"),
     ("many stop ids", sampling(stop_token_ids=[1] * 65), "spec.sampling.stop_token_ids"),
+    ("min above max", sampling(min_output_tokens=3, max_output_tokens=2), "spec.sampling.min_output_tokens"),
+    ("prompt and min", sampling(min_output_tokens=CONTEXT - 2), "spec.sampling.min_output_tokens"),
+    ("huge min", sampling(min_output_tokens=2**32 - 1), "spec.sampling.min_output_tokens"),
+    ("min_p below", sampling(min_p=-0.1), "spec.sampling.min_p"),
+    ("min_p above", sampling(min_p=1.1), "spec.sampling.min_p"),
+    ("min_p NaN", sampling(min_p=NAN), "spec.sampling.min_p"),
+    ("repetition zero", sampling(repetition_penalty=0), "spec.sampling.repetition_penalty"),
+    ("repetition above", sampling(repetition_penalty=10.1), "spec.sampling.repetition_penalty"),
+    ("repetition NaN", sampling(repetition_penalty=NAN), "spec.sampling.repetition_penalty"),
+    ("presence below", sampling(presence_penalty=-2.1), "spec.sampling.presence_penalty"),
+    ("presence infinite", sampling(presence_penalty=INFINITY), "spec.sampling.presence_penalty"),
+    ("frequency above", sampling(frequency_penalty=2.1), "spec.sampling.frequency_penalty"),
+    ("frequency infinite", sampling(frequency_penalty=-INFINITY), "spec.sampling.frequency_penalty"),
+    ("bias above", biased((1, 0), (2, 100.1)), "spec.sampling.logit_bias[1].bias"),
+    ("bias below", biased((1, -101)), "spec.sampling.logit_bias[0].bias"),
+    ("bias NaN", biased((1, 0), (2, 0), (3, NAN)), "spec.sampling.logit_bias[2].bias"),
+    ("bias infinite", biased((1, -INFINITY)), "spec.sampling.logit_bias[0].bias"),
+    ("bias of unknown token", biased((1, 0), (VOCAB_SIZE, 0)), "spec.sampling.logit_bias[1].token_id"),
+    ("two biases of one token", biased((5, 1), (6, 1), (5, 1)), "spec.sampling.logit_bias[2].token_id"),
+    ("many biases", biased(*[(1, 0)] * 1025), "spec.sampling.logit_bias"),
+    ("logprobs", sampling(logprobs=21), "spec.sampling.logprobs"),
     ("class", spec(priority_class=9), "spec.priority_class"),
 ]
 

@@ -2,7 +2,7 @@ from typing import Any
 
 from gpu_worker.artifacts.simulated_model import BOS_TOKEN_ID, VOCAB_SIZE
 from inference.v1 import inference_pb2, types_pb2
-from service_kit.delta import EMPTY_CHAIN, extend_chain
+from service_kit.delta import EMPTY_CHAIN, TokenLogprob, extend_chain
 from service_kit.ids import GenerationId
 from state_store.model import State
 from tests.support.gateway import GatewayRig
@@ -70,6 +70,24 @@ async def test_a_finished_generation_is_read_from_the_store(gateway: GatewayRig)
     assert shown.finish_reason == types_pb2.FINISH_REASON_STOP
     assert shown.HasField("end_time")
     assert not shown.HasField("error")
+
+
+async def test_the_record_has_the_log_probabilities_of_its_tokens(gateway: GatewayRig) -> None:
+    generation_id = GenerationId((await create(gateway)).generation_id)
+    await gateway.scheduler.grant(generation_id)
+    for token_id in b"hel":
+        logprobs = [TokenLogprob(-token_id / 4, ((token_id, -token_id / 4), (1, -50.0)))]
+        await gateway.scheduler.produce(generation_id, [token_id], [chr(token_id)], logprobs)
+    live = await get(gateway, generation_id=generation_id)
+    await gateway.scheduler.finish(generation_id)
+    gateway.scheduler.log.lose_all()
+    final = await get(gateway, generation_id=generation_id)
+    assert (live.is_final, final.is_final) == (False, True)
+    assert list(live.logprobs) == list(final.logprobs)
+    assert [each.logprob for each in final.logprobs] == [-token_id / 4 for token_id in final.token_ids]
+    assert [[(top.token_id, top.logprob) for top in each.top] for each in final.logprobs] == [
+        [(token_id, -token_id / 4), (1, -50.0)] for token_id in b"hel"
+    ]
 
 
 async def test_a_failed_generation_has_its_reason(gateway: GatewayRig) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from gateway.config import StreamLimits
 from inference.v1 import inference_pb2, types_pb2
-from service_kit.delta import EMPTY_CHAIN, extend_chain
+from service_kit.delta import EMPTY_CHAIN, TokenLogprob, extend_chain
 from service_kit.ids import GenerationId
 from service_kit.rpc_status import RpcFailure, parse_rpc_error
 from service_kit.sampling import FinishReason
@@ -200,6 +201,41 @@ async def test_a_generation_with_an_attempt_in_the_store_and_one_in_the_log_is_o
     await gateway.scheduler.produce(generation_id, list(b"world"), list("world"))
     await gateway.scheduler.finish(generation_id)
     assert "".join(delta.text for delta in await deltas_of(call)) == TEXT[2:]
+
+
+@pytest.mark.parametrize("max_tokens_per_message", [1, 2, 1000])
+async def test_log_probabilities_stand_beside_their_tokens_from_every_cursor(
+    tmp_path: Path, max_tokens_per_message: int
+) -> None:
+    limits = replace(FAST, max_tokens_per_message=max_tokens_per_message)
+    async with running_gateway(tmp_path, limits=limits) as gateway:
+        call, generation_id = await start(gateway)
+        scheduler = gateway.scheduler
+        await scheduler.produce(generation_id, *logged("hello "))
+        await scheduler.store_and_lose_log(generation_id)
+        await scheduler.grant(generation_id)
+        await scheduler.produce(generation_id, *logged("wor"))
+        await scheduler.produce(generation_id, *logged("ld"))
+        await scheduler.finish(generation_id)
+        assert_aligned(await deltas_of(call), 0)
+        for position in range(len(TEXT) + 1):
+            again = gateway.stub.Generate(request(cursor=cursor_at(position)), metadata=gateway.auth, timeout=20)
+            await accepted(again)
+            assert_aligned(await deltas_of(again), position)
+
+
+def logged(text: str) -> tuple[list[int], list[str], list[TokenLogprob]]:
+    """One token per character, with its log probability and one alternative."""
+    token_ids = list(text.encode())
+    return token_ids, list(text), [TokenLogprob(-each / 4, ((each + 1, -each / 8),)) for each in token_ids]
+
+
+def assert_aligned(deltas: list[types_pb2.Delta], position: int) -> None:
+    for delta in deltas:
+        assert [logprob.logprob * -4 for logprob in delta.logprobs] == list(delta.token_ids)
+        assert [logprob.top[0].token_id - 1 for logprob in delta.logprobs] == list(delta.token_ids)
+        assert [logprob.top[0].logprob * -8 for logprob in delta.logprobs] == list(delta.token_ids)
+    assert "".join(delta.text for delta in deltas) == TEXT[position:]
 
 
 async def test_a_slow_client_gets_everything_and_the_gateway_buffers_little(tmp_path: Path) -> None:

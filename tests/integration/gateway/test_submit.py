@@ -11,6 +11,8 @@ from inference.v1 import inference_pb2, types_pb2
 from service_kit.errors import QuotaExceededError, Reason, UnavailableError
 from service_kit.ids import GenerationId
 from service_kit.rpc_status import RpcFailure, parse_rpc_error
+from service_kit.sampling import SamplingParams
+from service_kit.sampling_codec import decode_sampling
 from state_store.ports import PermissiveQuota, QuotaCharge
 from tests.support.gateway import GatewayRig, MemoryScheduler, running_gateway
 
@@ -130,6 +132,58 @@ async def test_ids_are_minted_and_sent_before_the_answer_even_of_a_refusal(gatew
     call = gateway.stub.CreateGeneration(bad, metadata=gateway.auth)
     assert dict(await call.initial_metadata())["x-request-id"] == "r9"
     await failure_of(call)
+
+
+async def test_every_sampling_field_reaches_the_scheduler_with_the_value_of_its_32_bits(gateway: GatewayRig) -> None:
+    sampling = types_pb2.Sampling(
+        temperature=0.8,
+        top_k=4,
+        top_p=0.9,
+        seed=5,
+        max_output_tokens=9,
+        stop=["x"],
+        stop_token_ids=[6],
+        ignore_eos=True,
+        min_output_tokens=3,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=-0.3,
+        frequency_penalty=0.7,
+        logit_bias=[types_pb2.LogitBias(token_id=7, bias=0.1), types_pb2.LogitBias(token_id=0, bias=-100)],
+        include_stop=True,
+        logprobs=0,
+    )
+    request = inference_pb2.CreateGenerationRequest(
+        request_id="r1", spec=types_pb2.GenerationSpec(model="simulated", prompt="ab", sampling=sampling)
+    )
+    await gateway.stub.CreateGeneration(request, metadata=gateway.auth)
+    assert decode_sampling(gateway.scheduler.submits[-1].sampling, field="sampling") == SamplingParams(
+        temperature=0.800000011920929,
+        top_k=4,
+        top_p=0.8999999761581421,
+        seed=5,
+        max_output_tokens=9,
+        stop=("x",),
+        stop_token_ids=(6,),
+        ignore_eos=True,
+        min_output_tokens=3,
+        min_p=0.05000000074505806,
+        repetition_penalty=1.100000023841858,
+        presence_penalty=-0.30000001192092896,
+        frequency_penalty=0.699999988079071,
+        logit_bias=((0, -100.0), (7, 0.10000000149011612)),
+        include_stop=True,
+        logprobs=0,
+    )
+
+
+async def test_the_longest_output_is_what_the_context_leaves_even_with_a_shortest_one(gateway: GatewayRig) -> None:
+    request = create_request()
+    request.spec.sampling.min_output_tokens = 61
+    await gateway.stub.CreateGeneration(request, metadata=gateway.auth)
+    sampling = gateway.scheduler.submits[-1].sampling
+    assert (sampling.min_output_tokens, sampling.max_output_tokens, sampling.repetition_penalty) == (61, 61, 1.0)
+    assert not sampling.HasField("logprobs")
 
 
 async def test_times_seed_and_defaults_reach_the_scheduler_as_meant(gateway: GatewayRig) -> None:

@@ -24,6 +24,14 @@ CHANGES = [
     lambda spec: setattr(spec.sampling, "ignore_eos", True),
     lambda spec: spec.sampling.stop.reverse(),
     lambda spec: spec.sampling.stop_token_ids.append(3),
+    lambda spec: setattr(spec.sampling, "min_output_tokens", 0),
+    lambda spec: setattr(spec.sampling, "min_p", 0.0),
+    lambda spec: setattr(spec.sampling, "repetition_penalty", 1.0),
+    lambda spec: setattr(spec.sampling, "presence_penalty", 0.0),
+    lambda spec: setattr(spec.sampling, "frequency_penalty", 0.0),
+    lambda spec: spec.sampling.logit_bias.add(token_id=3),
+    lambda spec: setattr(spec.sampling, "include_stop", True),
+    lambda spec: setattr(spec.sampling, "logprobs", 0),
     lambda spec: setattr(spec, "priority_class", types_pb2.PRIORITY_CLASS_STANDARD),
 ]
 
@@ -52,6 +60,27 @@ def test_where_a_text_ends_counts() -> None:
     one = types_pb2.GenerationSpec(sampling=types_pb2.Sampling(stop=["ab", "c"]))
     other = types_pb2.GenerationSpec(sampling=types_pb2.Sampling(stop=["a", "bc"]))
     assert request_hash(one) != request_hash(other)
+
+
+def biased(*biases: tuple[int, float]) -> types_pb2.GenerationSpec:
+    spec = base()
+    for token_id, bias in biases:
+        spec.sampling.logit_bias.add(token_id=token_id, bias=bias)
+    return spec
+
+
+def test_biases_from_a_map_count_the_same_in_any_order() -> None:
+    assert request_hash(biased((9, 1.5), (3, -0.0))) == request_hash(biased((3, 0.0), (9, 1.5)))
+    assert request_hash(biased((9, 1.5), (3, 0.5))) != request_hash(biased((9, 0.5), (3, 1.5)))
+
+
+def test_a_number_counts_as_its_32_bits() -> None:
+    decimal, widened, other = base(), base(), base()
+    decimal.sampling.min_p = 0.8
+    widened.sampling.min_p = 0.800000011920929
+    other.sampling.min_p = 0.80000007
+    assert request_hash(decimal) == request_hash(widened)
+    assert request_hash(decimal) != request_hash(other)
 
 
 def test_the_hash_stays_the_same_between_releases() -> None:
