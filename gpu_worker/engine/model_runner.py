@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from gpu_worker.attention.port import AttentionBackend, SequenceRows
-from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure, SampleRequest
-from gpu_worker.engine.sampler import sample
+from gpu_worker.engine.execution import Sampled, SampleFailure, SampleRequest
+from gpu_worker.engine.sampler import Sampler
 from gpu_worker.engine.sequence import BlockMoves, PlannedSequence, StepPlan
 from gpu_worker.models.llama import LlamaModel
 
@@ -18,20 +18,17 @@ class ModelRunner:
     def __init__(self, *, model: LlamaModel, attention: AttentionBackend) -> None:
         self._model = model
         self._attention = attention
+        self._sampler = Sampler()
 
     def move(self, moves: BlockMoves) -> None:
         with torch.inference_mode():
             self._attention.move(moves)
 
     def run(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
-        logits = self.logits(plan)
-        return [
-            SampleFailure(reason=NOT_FINITE) if token_id is None else Sampled(token_id=token_id)
-            for token_id in sample(logits, requests)
-        ]
+        return self._sampler.sample(self.logits(plan), requests)
 
     def forget(self, sequence_id: str) -> None:
-        """Nothing is remembered."""
+        self._sampler.forget(sequence_id)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """fp32 logits [R, vocab_size], one row per sampled sequence in plan order.

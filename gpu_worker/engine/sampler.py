@@ -1,21 +1,30 @@
-"""Draws the next token of each sampled row: greedy, or temperature, then top-k, then top-p.
+"""Draws the next token of each sampled row.
+
+In this order: logit bias, bans (min_output_tokens), repetition, presence and frequency penalties, temperature, top-k,
+top-p, min-p. A step differs from the usual definitions in this much: tokens equal to the last one that top-k or top-p
+keeps stay too, so that no order among equals decides; top-p counts its share of what top-k left, and min-p compares with
+the most probable token, which the two always keep. Temperature 0 takes the largest logit, of equals the first.
 
 The random number of a row depends on its seed and position alone, and the token is found by inverting the cumulative
-distribution in vocabulary order: the same logits give the same token in any batch, on any device, in any attempt.
+distribution in vocabulary order: the same logits give the same token in any batch, on any device, in any attempt. The
+device compares and gathers, which is exact everywhere; exponentials and sums are the host's.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from gpu_worker.engine.execution import SampleRequest
+from gpu_worker.engine.candidates import Candidates, find_largest, join
+from gpu_worker.engine.draws import Draw, draw_candidates, draw_row, find_restricted
+from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure, SampleRequest
+from gpu_worker.engine.logit_edits import LogitEdits
+from gpu_worker.engine.logprobs import measure_rows
+from gpu_worker.engine.penalties import EditsBySequence
+from service_kit.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-_CHUNK = 256
-_NUCLEUS_WIDTH = 512
-_Number = TypeVar("_Number", int, float)
 
 
 def _mix(value: int) -> int:
@@ -34,107 +43,106 @@ def uniform(seed: int, position: int) -> float:
     return float(_mix((stream + position * _GOLDEN_GAMMA) & _MASK) >> 11) / float(1 << 53)
 
 
-@torch.inference_mode()
-def sample(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[int | None]:
-    """One token per row of `logits` [R, vocab_size] (fp32); None for a row that holds NaN or infinity.
+class Sampler:
+    """Draws tokens, and remembers between the steps of a sequence what its penalties count."""
 
-    Rows do not influence each other. `logits` is not changed.
-    """
-    # A sum is not finite if any addend is not, and costs one pass.
-    is_finite = torch.isfinite(logits.sum(-1, dtype=torch.float64)).tolist()
-    tokens: list[int | None] = [None] * len(requests)
-    greedy = [row for row, request in enumerate(requests) if is_finite[row] and request.sampling.temperature == 0]
-    drawn = [row for row, request in enumerate(requests) if is_finite[row] and request.sampling.temperature > 0]
-    if greedy:
-        _fill(tokens, greedy, _rows(logits, greedy).argmax(-1))
-    if drawn:
-        _fill(tokens, drawn, _draw(_rows(logits, drawn), [requests[row] for row in drawn]))
+    def __init__(self) -> None:
+        self._edits = EditsBySequence()
+
+    @property
+    def num_remembered(self) -> int:
+        """Sequences of which something is remembered."""
+        return len(self._edits)
+
+    def forget(self, sequence_id: str) -> None:
+        """Drops what is remembered of a sequence; it is made anew from the next request. Unknown ids are ignored."""
+        self._edits.forget(sequence_id)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
+        """One outcome per row of `logits` [R, vocab_size] (fp32), in order.
+
+        Rows do not influence each other. `logits` is written to on the way and is as it was in the end.
+        """
+        assert len(logits) == len(requests), "one request per row"
+        if not requests:
+            return []
+        logits = logits.contiguous()
+        failures = dict.fromkeys(_find_not_finite(logits), NOT_FINITE)
+        rows = [row for row in range(len(requests)) if row not in failures]
+        measured_rows = [row for row in rows if requests[row].sampling.logprobs is not None]
+        limits = [requests[row].sampling.logprobs or 0 for row in measured_rows]
+        measured = dict(zip(measured_rows, measure_rows(_select(logits, measured_rows), limits), strict=True))
+        edits = LogitEdits(logits, self._edits)
+        try:
+            edits.apply(rows, requests)
+            failures |= edits.failures
+            tokens = _choose(logits, [row for row in rows if row not in failures], requests)
+        finally:
+            edits.undo()
+        return [
+            SampleFailure(reason=failures[row])
+            if row in failures
+            else Sampled(token_id=tokens[row], logprob=measured[row].of(tokens[row]) if row in measured else None)
+            for row in range(len(requests))
+        ]
+
+
+def _find_not_finite(logits: torch.Tensor) -> list[int]:
+    """Rows that hold NaN or infinity."""
+    # A sum is not finite if any addend is not, and costs one quick pass; large finite addends are told apart afterwards.
+    suspects = (~torch.isfinite(logits.sum(-1))).nonzero()[:, 0].tolist()
+    return [row for row in suspects if not bool(torch.isfinite(logits[row]).all())]
+
+
+def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """The chosen rows; without a copy when these are all."""
+    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+
+
+def _choose(logits: torch.Tensor, rows: Sequence[int], requests: Sequence[SampleRequest]) -> dict[int, int]:
+    """The token of each of `rows`."""
+    vocab_size = logits.shape[1]
+    samplings = {row: requests[row].sampling for row in rows}
+    greedy = [row for row in rows if samplings[row].temperature == 0]
+    drawn = [row for row in rows if samplings[row].temperature > 0]
+    draws = {row: _draw(samplings[row], requests[row].position, vocab_size) for row in drawn}
+    limited = [row for row in drawn if draws[row].top_k]
+    whole = [row for row in drawn if not draws[row].top_k]
+    tokens = dict(zip(greedy, _argmax(_select(logits, greedy)), strict=True))
+    parts: list[Candidates] = []
+    if limited:
+        parts.append(find_largest(_select(logits, limited), [draws[row].top_k for row in limited]))
+    restricted: list[int] = []
+    for row, values in zip(whole, _select(logits, whole).cpu().numpy(), strict=True):
+        if draws[row].top_p == 1 and draws[row].min_p == 0:
+            tokens[row] = draw_row(values, draws[row])
+        else:
+            part, total = find_restricted(values, draws[row])
+            parts.append(part)
+            draws[row] = replace(draws[row], total=total)
+            restricted.append(row)
+    if parts:
+        narrowed = [*limited, *restricted]
+        drawn_tokens = draw_candidates(join(parts), [draws[row] for row in narrowed])
+        tokens |= zip(narrowed, drawn_tokens, strict=True)
     return tokens
 
 
-def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """The chosen rows; without a copy when these are all."""
-    return logits if len(rows) == len(logits) else logits[rows]
+def _draw(sampling: SamplingParams, position: int, vocab_size: int) -> Draw:
+    return Draw(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        uniform=uniform(sampling.seed, position),
+    )
 
 
-def _fill(tokens: list[int | None], rows: list[int], values: torch.Tensor) -> None:
-    for row, token in zip(rows, values.tolist(), strict=True):
-        tokens[row] = token
-
-
-def _draw(logits: torch.Tensor, requests: Sequence[SampleRequest]) -> torch.Tensor:
-    temperatures = _column(logits, [request.sampling.temperature for request in requests])
-    # Shifted first: the largest becomes 0 and no temperature, however small, can overflow.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures
-    _restrict(scaled, [request.sampling.top_k for request in requests], lambda k: 0 < k < logits.shape[1], _top_k_floor)
-    _restrict(scaled, [request.sampling.top_p for request in requests], lambda p: p < 1, _top_p_floor)
-    uniforms = [uniform(request.sampling.seed, request.position) for request in requests]
-    return _invert(scaled.exp(), torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
-
-
-def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-def _restrict(
-    scaled: torch.Tensor,
-    values: Sequence[_Number],
-    is_on: Callable[[_Number], bool],
-    floor: Callable[[torch.Tensor, Sequence[_Number]], torch.Tensor],
-) -> None:
-    """Rows whose value is on lose, in place, everything below their floor. Equals of the floor stay."""
-    rows = [row for row, value in enumerate(values) if is_on(value)]
-    if rows:
-        chosen = scaled[rows]
-        below = chosen < floor(chosen, [values[row] for row in rows])
-        scaled[rows] = chosen.masked_fill(below, -torch.inf)
-
-
-def _top_k_floor(scaled: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
-    """The k-th largest value of each row, [R, 1]."""
-    largest = scaled.topk(max(limits), dim=-1).values
-    index = torch.tensor(limits, device=scaled.device)[:, None] - 1
-    return largest.gather(1, index)
-
-
-def _top_p_floor(scaled: torch.Tensor, limits: Sequence[float]) -> torch.Tensor:
-    """The smallest value of each row's nucleus (arXiv:1904.09751), [R, 1].
-
-    The nucleus is the fewest largest values that together have at least probability p. They are nearly always among the
-    first few hundred, so that the whole row is only sorted when they are not.
-    """
-    wanted = torch.tensor(limits, dtype=torch.float64, device=scaled.device)[:, None]
-    total = scaled.exp().sum(-1, keepdim=True, dtype=torch.float64)
-    width = min(_NUCLEUS_WIDTH, scaled.shape[1])
-    while True:
-        largest = scaled.topk(width, dim=-1).values
-        cumulative = (largest.exp().double().cumsum(-1) / total).contiguous()
-        last = torch.searchsorted(cumulative, wanted)
-        if width == scaled.shape[1] or bool((last < width).all()):
-            return largest.gather(1, last.clamp(max=width - 1))
-        width = scaled.shape[1]
-
-
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """First token whose cumulative weight exceeds uniform times total, [R]; never one of weight 0.
-
-    In two levels, chunks and then tokens of a chunk, so that no cumulative sum runs over the whole vocabulary.
-    """
-    num_rows, vocab_size = weights.shape
-    padded = torch.nn.functional.pad(weights, (0, -vocab_size % _CHUNK)).view(num_rows, -1, _CHUNK)
-    chunk_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
-    targets = uniforms[:, None] * chunk_ends[:, -1:]
-    chunks = _first_above(chunk_ends, targets)
-    before = torch.where(chunks > 0, chunk_ends.gather(1, (chunks - 1).clamp(min=0)), 0.0)
-    rows = padded[torch.arange(num_rows, device=weights.device), chunks[:, 0]]
-    tokens = _first_above(rows.double().cumsum(-1), targets - before)
-    return (chunks * _CHUNK + tokens)[:, 0]
-
-
-def _first_above(cumulative: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Index of the first cumulative sum above its target, [R, 1].
-
-    Rounding can put a target at the very end: then the last index whose addend is positive.
-    """
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(torch.searchsorted(cumulative, targets, right=True), last)
+def _argmax(logits: torch.Tensor) -> list[int]:
+    """The largest of each row, of equals the first."""
+    if logits.device.type == "cpu":
+        # Ten times faster than torch's.
+        tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
+        return tokens
+    return [int(token) for token in logits.argmax(-1).tolist()]

@@ -4,14 +4,16 @@ from collections import Counter
 import pytest
 import torch
 
-from gpu_worker.engine.execution import SampleRequest
-from gpu_worker.engine.sampler import sample, uniform
-from service_kit.sampling import SamplingParams
+from gpu_worker.engine.execution import NOT_FINITE, SampleFailure
+from gpu_worker.engine.sampler import Sampler, uniform
+from tests.support.sampling import request
 
 
-def request(*, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=1):
-    sampling = SamplingParams(max_output_tokens=100, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    return SampleRequest(sequence_id="s", sampling=sampling, position=position, token_ids=[1], num_prompt_tokens=1)
+def sample(logits, requests):
+    """Token ids; None for a failure of the model's logits."""
+    outcomes = Sampler().sample(logits, requests)
+    assert all(outcome.reason == NOT_FINITE for outcome in outcomes if isinstance(outcome, SampleFailure))
+    return [None if isinstance(outcome, SampleFailure) else outcome.token_id for outcome in outcomes]
 
 
 def random_logits(num_rows, vocab_size=1000, seed=0):
@@ -134,7 +136,7 @@ def test_a_row_that_is_not_finite_has_no_token_and_harms_no_other(bad, temperatu
 def test_logits_are_left_as_they_were():
     logits = random_logits(3)
     before = logits.clone()
-    sample(logits, [request(top_k=3, top_p=0.5)] * 3)
+    sample(logits, [request(top_k=3, top_p=0.5, repetition_penalty=1.3, logit_bias=((4, 5.0),), banned={7})] * 3)
     assert torch.equal(logits, before)
 
 
