@@ -1,4 +1,8 @@
-"""An engine without a model: real batching, blocks, numbering and stop rules; computed tokens; faults on request."""
+"""An engine without a model: real batching, blocks, numbering and stop rules; computed tokens; faults on request.
+
+All probability lies on the computed token: its log probability is 0, and it alone is among the most probable ones. So
+temperature, penalties, biases and the limits of the choice (top-k, top-p, min-p) have nothing to act on.
+"""
 
 import os
 import time
@@ -20,6 +24,7 @@ from gpu_worker.engine.simulated_faults import NO_FAULTS, Faults, InvalidFaultEr
 from gpu_worker.engine.simulated_plan import SimulatedBatch, SimulatedSequence
 from gpu_worker.engine.simulated_tokens import (
     TokenMode,
+    certain_logprob,
     context_hash,
     echoed_token,
     printable_alphabet,
@@ -242,7 +247,7 @@ class SimulatedEngine:
         state.context = extend_chain(state.context, [token_id])
         state.num_made += 1
         state.first_token = state.first_token or self._world.clock()
-        delta = state.stage.push(token_id).delta
+        delta = state.stage.push(token_id, certain_logprob(token_id, state.spec.sampling.logprobs)).delta
         reason = self._reached_end(state)
         if reason is None:
             return SequenceOutput(sequence_id=state.spec.sequence_id, delta=delta) if delta else None
@@ -256,7 +261,8 @@ class SimulatedEngine:
             )
         nonce = state.spec.nonce if self._settings.token_mode is TokenMode.NONCE else 0
         number = simulated_number(state.context, seed=state.spec.sampling.seed, nonce=nonce)
-        if self._settings.eos_one_in and (number >> 32) % self._settings.eos_one_in == 0:
+        can_end = state.stage.num_generated >= state.spec.sampling.min_output_tokens
+        if can_end and self._settings.eos_one_in and (number >> 32) % self._settings.eos_one_in == 0:
             return self._manifest.eos_token_ids[0]
         return self._alphabet[number % len(self._alphabet)]
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 from hashlib import blake2b
 
 from gpu_worker.engine.text import TokenTable
-from service_kit.delta import EMPTY_CHAIN, extend_chain
+from service_kit.delta import EMPTY_CHAIN, TokenLogprob, extend_chain
 
 PRINTABLE_BYTES = tuple(range(0x20, 0x7F))
 """Alphabet of a byte-level tokenizer in which token i is byte i, as simulated models have it."""
@@ -51,6 +51,13 @@ def echoed_token(prompt_token_ids: Sequence[int], position: int, *, bos_token_id
     """Token `position` (from 0) of an output that repeats the prompt."""
     said = [token_id for token_id in prompt_token_ids if token_id != bos_token_id] or list(prompt_token_ids)
     return said[position % len(said)]
+
+
+def certain_logprob(token_id: int, num_top: int | None) -> TokenLogprob | None:
+    """Log probabilities of a token beside which no other is possible; None when none were asked for."""
+    if num_top is None:
+        return None
+    return TokenLogprob(0.0, ((token_id, 0.0),) if num_top else ())
 
 
 def expected_output(

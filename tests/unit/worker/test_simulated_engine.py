@@ -13,7 +13,7 @@ from gpu_worker.engine.simulated import (
 )
 from gpu_worker.engine.simulated_plan import SimulatedBatch, SimulatedSequence
 from gpu_worker.engine.simulated_tokens import TokenMode, expected_output
-from service_kit.delta import join
+from service_kit.delta import TokenLogprob, join
 from service_kit.sampling import FinishReason, SamplingParams
 from tests.support.tiny_models import encode, make_simulated_model
 
@@ -129,6 +129,27 @@ def test_eos_ends_the_output_unless_it_is_ignored(make_engine):
     assert (delta, finish.reason, finish.output_tokens) == (None, FinishReason.STOP, 0)
     delta, finish = run(make_engine(eos_one_in=1), spec(ignore_eos=True))["a"]
     assert (set(delta.token_ids), delta.text, finish.reason) == ({EOS_TOKEN_ID}, "", FinishReason.LENGTH)
+
+
+def test_no_output_ends_before_its_minimum(make_engine):
+    delta, finish = run(make_engine(eos_one_in=1), spec(min_output_tokens=3))["a"]
+    assert len(delta.text) == 3
+    assert (finish.reason, finish.output_tokens) == (FinishReason.STOP, 3)
+
+
+def test_an_included_stop_string_is_the_end_of_the_text(make_engine):
+    whole, _ = run(make_engine(), spec())["a"]
+    stop = whole.text[4:6]
+    delta, finish = run(make_engine(), spec(stop=(stop,), include_stop=True))["a"]
+    assert delta.text == whole.text[: whole.text.index(stop) + 2]
+    assert finish.matched_stop == stop
+
+
+@pytest.mark.parametrize(("num_top", "size"), [(None, None), (0, 0), (1, 1), (20, 1)])
+def test_every_token_is_certain_when_log_probabilities_are_asked_for(make_engine, num_top, size):
+    delta, _ = run(make_engine(), spec(logprobs=num_top, stop=("never",)))["a"]
+    expected = [TokenLogprob(0.0, ((token_id, 0.0),)[:size]) for token_id in delta.token_ids]
+    assert delta.logprobs == (() if num_top is None else tuple(expected))
 
 
 def test_an_output_that_is_already_complete_ends_at_once(make_engine):
