@@ -1,8 +1,10 @@
 """Reads the weights of a model directory: one mapped safetensors file, or shards with an index."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,37 +14,51 @@ from service_kit.model_manifest import ModelFilesError
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _NAMES_SHOWN = 5
-_FLOATING = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATING = frozenset({"F32", "F16", "BF16"})  # as safetensors names them
 
 
 class WeightsError(ModelFilesError):
     """Tensors that are missing, unexpected, of another shape or type, each named."""
 
 
-def load_weights(
-    directory: Path,
-    *,
-    shapes: Mapping[str, tuple[int, ...]],
-    ignored_suffixes: tuple[str, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Exactly the tensors of `shapes`, as `dtype` on `device`.
-
-    A tensor whose name ends with one of `ignored_suffixes` may be there and is not read. Raises WeightsError.
+class Checkpoint:
+    """Exactly the tensors of `shapes` in a model directory. Nothing of them is held: each read maps its files anew, and the
+    mapping goes, and with it the memory of its pages, when the last tensor of the read does.
     """
-    file_by_tensor = _locate(directory)
-    missing = sorted(shapes.keys() - file_by_tensor.keys())
-    unexpected = sorted(name for name in file_by_tensor.keys() - shapes.keys() if not name.endswith(ignored_suffixes))
-    for kind, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-            raise WeightsError(f"{directory}: {kind} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}")
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted({file_by_tensor[name] for name in shapes}):
-        wanted = {name: shape for name, shape in shapes.items() if file_by_tensor[name] == file}
-        weights |= _read_file(file, wanted, device, dtype)
-    return weights
+
+    def __init__(
+        self, directory: Path, *, shapes: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...]
+    ) -> None:
+        """Looks at all headers, so that nothing is missing later.
+
+        A tensor whose name ends with one of `ignored_suffixes` may be there and is never read. Raises WeightsError.
+        """
+        file_by_tensor = _locate(directory)
+        missing = sorted(shapes.keys() - file_by_tensor.keys())
+        unexpected = sorted(
+            name for name in file_by_tensor.keys() - shapes.keys() if not name.endswith(ignored_suffixes)
+        )
+        for kind, names in (("missing", missing), ("unexpected", unexpected)):
+            if names:
+                more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+                raise WeightsError(f"{directory}: {kind} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}")
+        self._file_by_tensor = {name: file_by_tensor[name] for name in shapes}
+        for file, wanted in self._by_file(shapes).items():
+            _check_header(file, {name: shapes[name] for name in wanted})
+
+    def read(self, names: Iterable[str], *, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Tensors as `dtype` on `device`; on a CPU those that are of that type already are pages of the file."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path, wanted in self._by_file(names).items():
+            with _open(path) as file:
+                tensors |= {name: file.get_tensor(name).to(device=device, dtype=dtype) for name in wanted}
+        return tensors
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        names_by_file: dict[Path, list[str]] = {}
+        for name in names:
+            names_by_file.setdefault(self._file_by_tensor[name], []).append(name)
+        return names_by_file
 
 
 def _locate(directory: Path) -> dict[str, Path]:
@@ -67,23 +83,27 @@ def _locate(directory: Path) -> dict[str, Path]:
 
 
 def _tensor_names(path: Path) -> list[str]:
+    with _open(path) as file:
+        return list(file.keys())
+
+
+def _check_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    with _open(path) as file:
+        for name, shape in shapes.items():
+            header = file.get_slice(name)
+            if tuple(header.get_shape()) != shape:
+                raise WeightsError(f"{path}: {name} has shape {tuple(header.get_shape())}, the config asks for {shape}")
+            if header.get_dtype() not in _FLOATING:
+                raise WeightsError(
+                    f"{path}: {name} is {header.get_dtype()}, not a floating-point type that is computed"
+                )
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+        file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{path}: not readable as safetensors: {error}") from error
-
-
-def _read_file(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    with safe_open(path, framework="pt") as file:
-        for name, shape in shapes.items():
-            tensor = file.get_tensor(name)
-            if tuple(tensor.shape) != shape:
-                raise WeightsError(f"{path}: {name} has shape {tuple(tensor.shape)}, the config asks for {shape}")
-            if tensor.dtype not in _FLOATING:
-                raise WeightsError(f"{path}: {name} is {tensor.dtype}, not a floating-point type that is computed")
-            weights[name] = tensor.to(device=device, dtype=dtype)
-    return weights
+    with file as opened:
+        yield opened

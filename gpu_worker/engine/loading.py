@@ -69,6 +69,7 @@ def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
         head_dim=config.head_dim,
         num_blocks=num_blocks,
         block_size=settings.block_size,
+        windows=config.windows,
     )
     attention = _allocate_kv_memory(shape, device, dtype)
     runner = ModelRunner(model=model, attention=attention)

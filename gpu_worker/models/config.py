@@ -11,38 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from gpu_worker.layers.rope_config import RopeConfig
+from gpu_worker.models.config_fields import ConfigFields, UnsupportedModelError
+from gpu_worker.models.families import COMMON_DEFAULTS, FAMILIES, OFF_WHEN_FALSE, Family
+from gpu_worker.models.rope_fields import parse_rope
 from service_kit.model_manifest import ModelFilesError
 
+__all__ = ["ModelConfig", "UnsupportedModelError", "parse_model_config", "read_model_config"]
 
-class UnsupportedModelError(ModelFilesError):
-    """The native engine does not compute this model; `field` names the config field."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"config.json: {field}: {message}")
-        self.field = field
-
-
-# Fields that do not change what the model computes from token ids, or only in training.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "_name_or_path", "_model_name_or_path", "architectures", "attention_dropout", "bos_token_id", "eos_token_id",
-        "pad_token_id", "dtype", "torch_dtype", "initializer_range", "transformers_version", "use_cache", "pretraining_tp",
-        "is_llama_config", "transformers.js_config", "unk_token_id", "id2label", "label2id", "chunk_size_feed_forward",
-        "is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict",
-    }
-)  # fmt: skip
-_READ = frozenset(
-    {
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-        "head_dim", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "attention_bias",
-        "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters", "model_type",
-    }
-)  # fmt: skip
-_ROPE_FIELDS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-}
+_ATTENTION_PROJECTIONS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+_MLP_PROJECTIONS = frozenset({"gate_proj", "up_proj", "down_proj"})
+_IS_SLIDING_BY_TYPE = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +37,14 @@ class ModelConfig:
     max_position_embeddings: int
     rms_norm_eps: float
     is_tied: bool
-    has_attention_bias: bool
-    has_mlp_bias: bool
+    projections_with_bias: frozenset[str]
+    """Names, as in checkpoints: q_proj, down_proj, …"""
+    has_qk_norm: bool
+    """Whether each head of query and key is normalised before it is turned."""
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer, as in AttentionShape."""
+    are_rotary: tuple[bool, ...]
+    """Which layers turn query and key by position."""
     rope: RopeConfig
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
@@ -80,96 +64,113 @@ def read_model_config(directory: Path) -> ModelConfig:
     return parse_model_config(fields)
 
 
-def parse_model_config(fields: Mapping[str, Any]) -> ModelConfig:
+def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:
     """Raises UnsupportedModelError naming the first field that is missing, malformed or not computed."""
-    _refuse_what_is_not_computed(fields)
-    hidden_size = _positive(fields, "hidden_size")
-    num_heads = _positive(fields, "num_attention_heads")
-    num_kv_heads = _positive(fields, "num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise UnsupportedModelError("num_key_value_heads", f"{num_heads} heads are not a multiple of {num_kv_heads}")
-    if fields.get("head_dim") is None and hidden_size % num_heads:
-        raise UnsupportedModelError("hidden_size", f"{hidden_size} is not a multiple of {num_heads} heads")
-    head_dim = _positive(fields, "head_dim", default=hidden_size // num_heads)
-    if head_dim % 2:
-        raise UnsupportedModelError("head_dim", f"{head_dim} is odd, rotary embedding needs pairs")
+    family = _family(values)
+    fields = ConfigFields(values=values, defaults={**COMMON_DEFAULTS, **family.defaults})
+    _refuse_what_is_not_computed(fields, family)
+    num_layers, max_position_embeddings = fields.whole("num_hidden_layers"), fields.whole("max_position_embeddings")
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    are_rotary = _are_rotary(fields, num_layers)
     return ModelConfig(
-        vocab_size=_positive(fields, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=_positive(fields, "intermediate_size"),
-        num_layers=_positive(fields, "num_hidden_layers"),
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=fields.whole("hidden_size"),
+        intermediate_size=fields.whole("intermediate_size"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=_positive(fields, "max_position_embeddings"),
-        rms_norm_eps=_number(fields, "rms_norm_eps", default=1e-6),
-        is_tied=_flag(fields, "tie_word_embeddings"),
-        has_attention_bias=_flag(fields, "attention_bias"),
-        has_mlp_bias=_flag(fields, "mlp_bias"),
-        rope=_parse_rope(fields),
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        is_tied=fields.flag("tie_word_embeddings"),
+        projections_with_bias=family.projections_with_bias
+        | (_ATTENTION_PROJECTIONS if fields.flag("attention_bias") else frozenset())
+        | (_MLP_PROJECTIONS if fields.flag("mlp_bias") else frozenset()),
+        has_qk_norm=family.has_qk_norm,
+        windows=_windows(fields, family, are_rotary),
+        are_rotary=are_rotary,
+        rope=parse_rope(fields, default_theta=family.default_theta, max_position_embeddings=max_position_embeddings),
     )
 
 
-def _refuse_what_is_not_computed(fields: Mapping[str, Any]) -> None:
-    if fields.get("model_type") != "llama":
-        raise UnsupportedModelError("model_type", f"{fields.get('model_type')!r} is not computed, only 'llama'")
-    architectures = fields.get("architectures") or ["LlamaForCausalLM"]
-    if architectures != ["LlamaForCausalLM"]:
-        raise UnsupportedModelError("architectures", f"{architectures!r} is not computed, only ['LlamaForCausalLM']")
-    if fields.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError("hidden_act", f"{fields['hidden_act']!r} is not computed, only 'silu'")
-    for name, value in fields.items():
-        # A field of None or False says that a feature is off.
-        if name not in _READ | _WITHOUT_EFFECT and value is not None and value is not False:
-            raise UnsupportedModelError(name, f"{value!r} is not understood")
+def _family(values: Mapping[str, Any]) -> Family:
+    model_type = values.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedModelError("model_type", f"{model_type!r} is not computed, only {sorted(FAMILIES)}")
+    return family
 
 
-def _parse_rope(fields: Mapping[str, Any]) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
-    source = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
-    rope = fields.get(source) or {}
-    if not isinstance(rope, Mapping):
-        raise UnsupportedModelError(source, "not an object")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in _ROPE_FIELDS:
-        raise UnsupportedModelError(
-            f"{source}.rope_type", f"{rope_type!r} is not computed, only {sorted(_ROPE_FIELDS)}"
-        )
-    for name in rope.keys() - {"rope_theta", "rope_type", "type"} - _ROPE_FIELDS[rope_type]:
-        if rope[name] is not None and not (name == "partial_rotary_factor" and rope[name] == 1):
-            raise UnsupportedModelError(f"{source}.{name}", f"{rope[name]!r} has no meaning for rope type {rope_type}")
-    theta = rope if rope.get("rope_theta") is not None else fields
-    needed = {name: _number(rope, name, prefix=f"{source}.") for name in _ROPE_FIELDS[rope_type]}
-    return RopeConfig(
-        rope_type=rope_type,
-        theta=_number(theta, "rope_theta", default=10000.0),
-        factor=needed.get("factor", 1.0),
-        low_freq_factor=needed.get("low_freq_factor", 1.0),
-        high_freq_factor=needed.get("high_freq_factor", 1.0),
-        original_context_length=int(needed.get("original_max_position_embeddings", 0)),
-    )
+def _refuse_what_is_not_computed(fields: ConfigFields, family: Family) -> None:
+    for name, only in (("architectures", [family.architecture]), ("hidden_act", "silu")):
+        value = fields.value(name)
+        if value != only and not (name == "architectures" and not value):
+            raise fields.refuse(name, f"{value!r} is not computed, only {only!r}")
+    for name, value in fields.values.items():
+        is_off = value is None or (value is False and name in OFF_WHEN_FALSE)
+        if not is_off and not family.understands(name):
+            raise fields.refuse(name, f"{value!r} is not understood")
 
 
-def _positive(fields: Mapping[str, Any], name: str, *, default: int | None = None) -> int:
-    value = fields.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModelError(name, f"{value!r} is not a positive whole number")
-    return value
+def _heads(fields: ConfigFields) -> tuple[int, int, int]:
+    """Heads, KV heads, and the size of a head."""
+    hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    num_kv_heads = fields.whole_or_none("num_key_value_heads") or num_heads
+    if num_heads % num_kv_heads:
+        raise fields.refuse("num_key_value_heads", f"{num_heads} heads are not a multiple of {num_kv_heads}")
+    head_dim = fields.whole_or_none("head_dim")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise fields.refuse("hidden_size", f"{hidden_size} is not a multiple of {num_heads} heads")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise fields.refuse("head_dim", f"{head_dim} is odd, rotary embedding needs pairs")
+    return num_heads, num_kv_heads, head_dim
 
 
-def _number(fields: Mapping[str, Any], name: str, *, default: float | None = None, prefix: str = "") -> float:
-    value = fields.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise UnsupportedModelError(prefix + name, f"{value!r} is not a positive number")
-    return float(value)
+def _are_rotary(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """`no_rope_layers` has a 1 for each layer that does turn."""
+    if "no_rope_layers" not in fields.defaults:
+        return (True,) * num_layers
+    marks = fields.per_layer("no_rope_layers", num_layers)
+    if marks is None:
+        interval = fields.whole("no_rope_layer_interval")
+        return tuple((index + 1) % interval != 0 for index in range(num_layers))
+    if not set(marks) <= {0, 1}:
+        raise fields.refuse("no_rope_layers", f"{marks!r} has entries other than 0 and 1")
+    return tuple(mark == 1 for mark in marks)
 
 
-def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name, False)
-    if not isinstance(value, bool):
-        raise UnsupportedModelError(name, f"{value!r} is not true or false")
-    return value
+def _windows(fields: ConfigFields, family: Family, are_rotary: tuple[bool, ...]) -> tuple[int | None, ...]:
+    num_layers = len(are_rotary)
+    is_used = family.window_layers == "all" or fields.flag("use_sliding_window")
+    window = fields.whole_or_none("sliding_window") if is_used else None
+    types = fields.per_layer("layer_types", num_layers)
+    if types is not None:
+        are_sliding = [_is_sliding(fields, layer_type) for layer_type in types]
+        if any(are_sliding) and window is None:
+            raise fields.refuse("layer_types", "sliding_attention without use_sliding_window and sliding_window")
+    else:
+        are_sliding = _sliding_by_default(fields, family, are_rotary)
+    return tuple(window if is_sliding else None for is_sliding in are_sliding)
+
+
+def _is_sliding(fields: ConfigFields, layer_type: Any) -> bool:
+    if not isinstance(layer_type, str) or layer_type not in _IS_SLIDING_BY_TYPE:
+        raise fields.refuse("layer_types", f"{layer_type!r} is not one of {sorted(_IS_SLIDING_BY_TYPE)}")
+    return _IS_SLIDING_BY_TYPE[layer_type]
+
+
+def _sliding_by_default(fields: ConfigFields, family: Family, are_rotary: tuple[bool, ...]) -> list[bool]:
+    match family.window_layers:
+        case "none":
+            return [False for _ in are_rotary]
+        case "all":
+            return [True for _ in are_rotary]
+        case "without rotation":
+            return [not is_rotary for is_rotary in are_rotary]
+        case "behind max_window_layers":
+            first = fields.value("max_window_layers")
+            if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+                raise fields.refuse("max_window_layers", f"{first!r} is not a whole number from 0 on")
+            return [index >= first for index in range(len(are_rotary))]

@@ -1,34 +1,35 @@
-"""The Llama family: pre-norm decoder with rotary positions, grouped-query attention and a gated SiLU MLP."""
+"""The Llama family: pre-norm decoder with rotary positions, grouped-query attention and a gated SiLU MLP.
 
+Its members differ in biases, norms of single heads, windows and the layers that turn: all of it is data of ModelConfig.
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.functional import linear
 
-from gpu_worker.artifacts.weights import load_weights
+from gpu_worker.artifacts.weights import Checkpoint
 from gpu_worker.attention.port import StepAttention
 from gpu_worker.layers.activation import silu_and_multiply
+from gpu_worker.layers.linear.factory import LinearFactory
+from gpu_worker.layers.linear.port import Linear, MakeLinear
 from gpu_worker.layers.norm import rms_norm
-from gpu_worker.layers.rope import RotaryTable, Rotation, inverse_frequencies
+from gpu_worker.layers.rope import RotaryTable, Rotation
+from gpu_worker.layers.rope_frequencies import inverse_frequencies
 from gpu_worker.models.config import ModelConfig
+from gpu_worker.models.llama_tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    ignored_suffixes,
+    layer_prefix,
+    layer_shapes,
+    tensor_shapes,
+)
 
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
-_FINAL_NORM = "model.norm.weight"
-# Buffers that old checkpoints carry and that follow from the config.
-_DERIVED = (".rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Linear:
-    """Weight [out, in] and bias [out]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return linear(rows, self.weight, self.bias)
+ReadTensors = Callable[[Iterable[str]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,39 +37,64 @@ class _Layer:
     """One decoder layer; products with the same input are fused into one matrix."""
 
     input_norm: torch.Tensor
-    query_key_value: _Linear
-    attention_output: _Linear
+    query_key_value: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    is_rotary: bool
+    attention_output: Linear
     mlp_norm: torch.Tensor
-    gate_up: _Linear
-    down: _Linear
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.query_key_value, self.attention_output, self.gate_up, self.down)
 
 
 class LlamaModel:
-    """Weights on one device, read-only after the constructor. `weights` is emptied, so that fused parts are freed."""
+    """Weights on one device, read-only after the constructor.
 
-    def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+    They are read layer by layer and dropped where a linear has packed them, so that there is one copy of each and little
+    more at any time. A tied embedding is the exception: it is looked up and, packed, multiplied with.
+    """
+
+    def __init__(self, config: ModelConfig, read: ReadTensors, make_linear: MakeLinear) -> None:
         self.config = config
-        self._embedding = weights.pop(_EMBEDDING)
-        self._head = self._embedding if config.is_tied else weights.pop(_HEAD)
-        self._final_norm = weights.pop(_FINAL_NORM)
-        self._layers = [_take_layer(weights, f"model.layers.{index}.") for index in range(config.num_layers)]
+        self._layers = [_make_layer(config, index, read, make_linear) for index in range(config.num_layers)]
+        head_name = EMBEDDING if config.is_tied else HEAD
+        self._head = make_linear(read([head_name])[head_name], None)
+        self._embedding = _own(read([EMBEDDING])[EMBEDDING])
+        self._final_norm = _own(read([FINAL_NORM])[FINAL_NORM])
         self._rotary_table = RotaryTable(
             inverse_frequencies(config.rope, config.head_dim).to(self._embedding.device),
             num_positions=config.max_position_embeddings,
             dtype=self._embedding.dtype,
+            scale=config.rope.attention_factor,
         )
 
     @classmethod
-    def load(cls, directory: Path, config: ModelConfig, *, device: torch.device, dtype: torch.dtype) -> "LlamaModel":
+    def load(
+        cls,
+        directory: Path,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        make_linear: MakeLinear | None = None,
+    ) -> "LlamaModel":
         """The model of `directory`. Raises WeightsError. A tied checkpoint may carry the head; it is not read."""
-        ignored = (*_DERIVED, _HEAD) if config.is_tied else _DERIVED
-        shapes = tensor_shapes(config)
-        weights = load_weights(directory, shapes=shapes, ignored_suffixes=ignored, device=device, dtype=dtype)
-        return cls(config, weights)
+        checkpoint = Checkpoint(directory, shapes=tensor_shapes(config), ignored_suffixes=ignored_suffixes(config))
+        return cls(config, partial(checkpoint.read, device=device, dtype=dtype), make_linear or LinearFactory())
 
     @property
     def device(self) -> torch.device:
         return self._embedding.device
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether every matrix product is; the rest of the model works row by row."""
+        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        return all(linear.is_batch_invariant for linear in linears)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: StepAttention) -> torch.Tensor:
         """Hidden states [T, hidden_size] behind the last layer for packed ids and positions [T]."""
@@ -76,62 +102,46 @@ class LlamaModel:
         rotation = self._rotary_table.at(positions)
         eps = self.config.rms_norm_eps
         for index, layer in enumerate(self._layers):
-            hidden = hidden + self._attention(index, layer, rms_norm(hidden, layer.input_norm, eps), rotation, attend)
+            hidden = hidden + self._attention(index, rms_norm(hidden, layer.input_norm, eps), rotation, attend)
             gate_up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))
             hidden = hidden + layer.down(silu_and_multiply(gate_up))
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [R, vocab_size] of chosen rows of `forward`'s result."""
-        return linear(rms_norm(hidden, self._final_norm, self.config.rms_norm_eps), self._head).float()
+        return self._head(rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)).float()
 
-    def _attention(
-        self, index: int, layer: _Layer, rows: torch.Tensor, rotation: Rotation, attend: StepAttention
-    ) -> torch.Tensor:
-        num_heads, num_kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        heads = layer.query_key_value(rows).view(len(rows), num_heads + 2 * num_kv_heads, head_dim)
-        rotated = rotation.apply(heads[:, : num_heads + num_kv_heads])
-        value = heads[:, num_heads + num_kv_heads :]
-        output = attend(index, rotated[:, :num_heads], rotated[:, num_heads:], value)
-        return layer.attention_output(output.reshape(len(rows), num_heads * head_dim))
-
-
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint of this config."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _FINAL_NORM: (hidden,)}
-    if not config.is_tied:
-        shapes[_HEAD] = (config.vocab_size, hidden)
-    attention = {"q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden), "o_proj": (hidden, query)}
-    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-        for part, matrices, has_bias in (
-            ("self_attn", attention, config.has_attention_bias),
-            ("mlp", mlp, config.has_mlp_bias),
-        ):
-            for name, shape in matrices.items():
-                shapes[f"{prefix}{part}.{name}.weight"] = shape
-                if has_bias:
-                    shapes[f"{prefix}{part}.{name}.bias"] = shape[:1]
-    return shapes
+    def _attention(self, index: int, rows: torch.Tensor, rotation: Rotation, attend: StepAttention) -> torch.Tensor:
+        layer, config = self._layers[index], self.config
+        num_turned = config.num_heads + config.num_kv_heads
+        heads = layer.query_key_value(rows).view(len(rows), num_turned + config.num_kv_heads, config.head_dim)
+        query, key, value = heads[:, : config.num_heads], heads[:, config.num_heads : num_turned], heads[:, num_turned:]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query.copy_(rms_norm(query, layer.query_norm, config.rms_norm_eps))
+            key.copy_(rms_norm(key, layer.key_norm, config.rms_norm_eps))
+        if layer.is_rotary:
+            rotation.apply(heads[:, :num_turned])
+        output = attend(index, query, key, value)
+        return layer.attention_output(output.reshape(len(rows), config.num_heads * config.head_dim))
 
 
-def _take_layer(weights: dict[str, torch.Tensor], prefix: str) -> _Layer:
-    def take_linear(part: str, *names: str) -> _Linear:
+def _make_layer(config: ModelConfig, index: int, read: ReadTensors, make_linear: MakeLinear) -> _Layer:
+    weights, prefix = read(layer_shapes(config, index)), layer_prefix(index)
+
+    def take_linear(part: str, *names: str) -> Linear:
         parts = [weights.pop(f"{prefix}{part}.{name}.weight") for name in names]
         biases = [weights.pop(f"{prefix}{part}.{name}.bias", None) for name in names]
         present = [bias for bias in biases if bias is not None]
-        return _Linear(weight=_stack(parts), bias=_stack(present) if present else None)
+        return make_linear(_stack(parts), _stack(present) if present else None)
 
     return _Layer(
-        input_norm=weights.pop(f"{prefix}input_layernorm.weight"),
+        input_norm=_own(weights.pop(f"{prefix}input_layernorm.weight")),
         query_key_value=take_linear("self_attn", "q_proj", "k_proj", "v_proj"),
+        query_norm=_own(weights.pop(f"{prefix}self_attn.q_norm.weight")) if config.has_qk_norm else None,
+        key_norm=_own(weights.pop(f"{prefix}self_attn.k_norm.weight")) if config.has_qk_norm else None,
+        is_rotary=config.are_rotary[index],
         attention_output=take_linear("self_attn", "o_proj"),
-        mlp_norm=weights.pop(f"{prefix}post_attention_layernorm.weight"),
+        mlp_norm=_own(weights.pop(f"{prefix}post_attention_layernorm.weight")),
         gate_up=take_linear("mlp", "gate_proj", "up_proj"),
         down=take_linear("mlp", "down_proj"),
     )
@@ -139,3 +149,8 @@ def _take_layer(weights: dict[str, torch.Tensor], prefix: str) -> _Layer:
 
 def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that does not keep the file mapped."""
+    return tensor.clone()

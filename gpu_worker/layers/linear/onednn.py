@@ -1,0 +1,58 @@
+"""fp32 matrix products on a CPU with weights that oneDNN has laid out for itself.
+
+The only place that knows these operators of torch: they are private, so each use is guarded, and whoever makes one of these
+has the other linear at hand. Without a hint of a batch size the layout, and with it the order of every sum, is one and the
+same for any number of rows; packed for a batch of one, single rows differ from the same rows in a batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_REORDER = "_reorder_linear_weight"
+_MULTIPLY = "_linear_pointwise"
+
+
+class OneDnnUnavailableError(Exception):
+    """These weights cannot be packed here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneDnnOperators:
+    """The two operators, found."""
+
+    reorder: Callable[..., torch.Tensor]
+    multiply: Callable[..., torch.Tensor]
+
+
+def find_operators(namespace: Any) -> OneDnnOperators:
+    """From `torch.ops.mkldnn`. Raises OneDnnUnavailableError."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        raise OneDnnUnavailableError("torch is built without oneDNN")
+    for name in (_REORDER, _MULTIPLY):
+        if not hasattr(namespace, name):
+            raise OneDnnUnavailableError(f"torch {torch.__version__} has no operator mkldnn.{name}")
+    return OneDnnOperators(reorder=getattr(namespace, _REORDER), multiply=getattr(namespace, _MULTIPLY))
+
+
+class OneDnnLinear:
+    """Implements Linear. Holds a copy of the weight in oneDNN's layout, and none of the memory it was made from."""
+
+    name = "onednn"
+    is_batch_invariant = True
+
+    def __init__(self, operators: OneDnnOperators, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raises OneDnnUnavailableError."""
+        if weight.device.type != "cpu" or weight.dtype != torch.float32:
+            raise OneDnnUnavailableError(f"only fp32 on a CPU is packed, not {weight.dtype} on {weight.device.type}")
+        self._multiply = operators.multiply
+        self._bias = None if bias is None else bias.clone()
+        try:
+            self._packed = operators.reorder(weight, None)
+        except (RuntimeError, TypeError) as error:
+            raise OneDnnUnavailableError(f"packing failed: {error}") from error
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._multiply(rows, self._packed, self._bias, "none", [], "")

@@ -1,0 +1,23 @@
+"""What a model asks of a matrix product."""
+
+from typing import Protocol
+
+import torch
+
+
+class Linear(Protocol):
+    """A weight [out, in] and an optional bias [out], read-only."""
+
+    name: str
+    is_batch_invariant: bool
+    """Whether a row's result is the same bits whatever rows stand beside it, however many, and for any number of threads."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out], T may be 0; `rows` need not be contiguous and are not changed."""
+
+
+class MakeLinear(Protocol):
+    """How a model turns the weights of a checkpoint into what it multiplies with."""
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """The result may keep the tensors; if it packs them it keeps none of their memory."""
