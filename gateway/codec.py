@@ -1,6 +1,6 @@
 """Domain ↔ public protos. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import datetime
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -8,7 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gateway.model_registry import ServedModel
 from gateway.streaming.pieces import Piece
 from inference.v1 import types_pb2
-from service_kit.delta import Cursor, Delta, TokenLogprob
+from service_kit.delta import Cursor, Delta
 from service_kit.errors import AbortedError, ExpiredError, InternalError, Reason, SluiceError
 from service_kit.sampling import FinishReason
 from state_store.delta_log.port import LogEnd
@@ -27,14 +27,17 @@ def encode_cursor(cursor: Cursor) -> types_pb2.Cursor:
     return types_pb2.Cursor(sequence_number=cursor.sequence_number, chain=cursor.chain)
 
 
-def encode_piece(piece: Piece) -> types_pb2.Delta:
-    """One delta message; with the end's finish reason and usage when the generation ended well or was cancelled."""
+def encode_piece(piece: Piece, token_bytes: Sequence[bytes] = ()) -> types_pb2.Delta:
+    """One delta message; with the end's finish reason and usage when the generation ended well or was cancelled.
+
+    `token_bytes`, by token id, go with log probabilities.
+    """
     message = types_pb2.Delta(cursor=encode_cursor(piece.cursor))
     if piece.delta is not None:
         message.first_sequence_number = piece.delta.first
         message.token_ids.extend(piece.delta.token_ids)
         message.text = piece.delta.text
-        message.logprobs.extend(_encode_logprobs(piece.delta.logprobs))
+        message.logprobs.extend(_encode_logprobs(piece.delta, token_bytes))
     end = piece.end
     if end is not None and end_error(end) is None:
         message.finish_reason = _finish_reason(end)
@@ -117,23 +120,30 @@ def _encode_error(record: GenerationRecord) -> types_pb2.GenerationError:
     return types_pb2.GenerationError(reason=reason, message="" if is_internal else (record.error_message or ""))
 
 
-def add_output(message: types_pb2.Generation, output: Delta | None) -> None:
+def add_output(message: types_pb2.Generation, output: Delta | None, token_bytes: Sequence[bytes] = ()) -> None:
     """Adds the whole output so far, which begins at 1."""
     if output is None:
         return
     message.text = output.text
     message.token_ids.extend(output.token_ids)
-    message.logprobs.extend(_encode_logprobs(output.logprobs))
+    message.logprobs.extend(_encode_logprobs(output, token_bytes))
     message.cursor.CopyFrom(encode_cursor(output.end))
 
 
-def _encode_logprobs(logprobs: Iterable[TokenLogprob]) -> list[types_pb2.TokenLogprob]:
+def _encode_logprobs(delta: Delta, token_bytes: Sequence[bytes]) -> list[types_pb2.TokenLogprob]:
+    def bytes_of(token_id: int) -> bytes:
+        return token_bytes[token_id] if token_id < len(token_bytes) else b""
+
     return [
         types_pb2.TokenLogprob(
             logprob=each.logprob,
-            top=[types_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in each.top],
+            token=bytes_of(output_id),
+            top=[
+                types_pb2.TopLogprob(token_id=token_id, logprob=logprob, token=bytes_of(token_id))
+                for token_id, logprob in each.top
+            ],
         )
-        for each in logprobs
+        for output_id, each in zip(delta.token_ids, delta.logprobs, strict=False)  # all of them, or none
     ]
 
 

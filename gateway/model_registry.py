@@ -11,6 +11,7 @@ from gateway.tokenization import TextEncoder
 from service_kit.errors import NotFoundError, Reason
 from service_kit.logging import get_logger
 from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, ModelManifest, read_manifest
+from service_kit.token_bytes import UnsupportedTokenizerError, read_token_bytes
 
 _log = get_logger()
 
@@ -21,6 +22,8 @@ class ServedModel:
 
     manifest: ModelManifest
     encoder: TextEncoder
+    token_bytes: tuple[bytes, ...]
+    """By token id; empty for a kind of tokenizer whose tokens cannot be turned into bytes one by one."""
     directory: Path
 
 
@@ -38,6 +41,11 @@ class ModelRegistry:
         if model is None:
             raise NotFoundError("no such model", reason=Reason.MODEL_NOT_FOUND)
         return model
+
+    def token_bytes(self, name: str, revision: str) -> tuple[bytes, ...]:
+        """Bytes by token id of one revision; none when this gateway has another one, or no longer the model."""
+        model = self._models.get(name)
+        return model.token_bytes if model is not None and model.manifest.revision == revision else ()
 
     def models(self) -> list[ServedModel]:
         """By name."""
@@ -75,7 +83,17 @@ class ModelRegistry:
             manifest = read_manifest(directory)
             if known is not None and known.manifest == manifest:
                 return known
-            return ServedModel(manifest=manifest, encoder=TextEncoder(directory), directory=directory)
+            encoder = TextEncoder(directory)
+            return ServedModel(
+                manifest=manifest, encoder=encoder, token_bytes=_token_bytes(directory), directory=directory
+            )
         except ModelFilesError as error:
             complaints.add(str(error))
             return known
+
+
+def _token_bytes(directory: Path) -> tuple[bytes, ...]:
+    try:
+        return read_token_bytes(directory)
+    except UnsupportedTokenizerError:
+        return ()

@@ -1,7 +1,7 @@
 """The public servicer: decode, call, encode. Errors are raised; the server's interceptor makes statuses of them."""
 
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,7 +80,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             )
             span.set_attribute("generation_id", committed.generation_id)
             yield inference_pb2.GenerateResponse(accepted=_accepted(committed, new.request_id))
-            async with aclosing(self._deltas(committed.generation_id, cursor, span)) as deltas:
+            token_bytes: Sequence[bytes] = ()
+            if request.spec.sampling.HasField("logprobs"):
+                # Of the revision that the generation is pinned to: the call may have attached to an older one.
+                (record,) = await self._parts.generations.get_many([committed.generation_id])
+                token_bytes = self._token_bytes(record)
+            async with aclosing(self._deltas(committed.generation_id, cursor, span, token_bytes)) as deltas:
                 async for delta in deltas:
                     yield inference_pb2.GenerateResponse(delta=delta)
 
@@ -106,12 +111,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await _send_ids(context, record.generation_id, record.request_id)
             yield inference_pb2.StreamGenerationResponse(accepted=_accepted_again(record))
             span = trace.get_current_span()
-            async with aclosing(self._deltas(record.generation_id, cursor, span)) as deltas:
+            token_bytes = self._token_bytes(record)
+            async with aclosing(self._deltas(record.generation_id, cursor, span, token_bytes)) as deltas:
                 async for delta in deltas:
                     yield inference_pb2.StreamGenerationResponse(delta=delta)
 
+    def _token_bytes(self, record: GenerationRecord | None) -> Sequence[bytes]:
+        """By token id, for a generation whose log probabilities are shown."""
+        if record is None or record.sampling.logprobs is None:
+            return ()
+        return self._parts.registry.token_bytes(record.model, record.model_key.revision)
+
     async def _deltas(
-        self, generation_id: GenerationId, cursor: Cursor, parent: trace.Span
+        self, generation_id: GenerationId, cursor: Cursor, parent: trace.Span, token_bytes: Sequence[bytes]
     ) -> AsyncGenerator[types_pb2.Delta, None]:
         """Messages behind the cursor; then returns, or raises the error that the generation ended with."""
         span = tracer().start_span(
@@ -127,7 +139,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                         span.add_event("first_delta", timestamp=time.time_ns())
                     last = piece.cursor.sequence_number
                     if is_worth_sending(piece):
-                        yield encode_piece(piece)
+                        yield encode_piece(piece, token_bytes)
                     error = end_error(piece.end) if piece.end is not None else None
                     if error is not None:
                         raise error
@@ -143,7 +155,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         found = await self._parts.records.with_output(record)
         last = found.output.last if found.output is not None else 0
         generation = encode_record(found.record, output_tokens=last)
-        add_output(generation, found.output)
+        add_output(generation, found.output, self._token_bytes(found.record))
         return inference_pb2.GetGenerationResponse(generation=generation)
 
     async def ListGenerations(  # noqa: N802

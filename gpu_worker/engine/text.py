@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpu_worker.engine.stop_strings import StopHit, StopMatcher
-from gpu_worker.engine.token_bytes import read_token_bytes
 from service_kit.delta import EMPTY_CHAIN, Cursor, Delta, TokenLogprob, extend_chain
 from service_kit.sampling import SamplingParams
+from service_kit.token_bytes import read_token_bytes
 
 _NO_TOKENS: frozenset[int] = frozenset()
 

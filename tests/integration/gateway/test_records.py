@@ -73,7 +73,7 @@ async def test_a_finished_generation_is_read_from_the_store(gateway: GatewayRig)
 
 
 async def test_the_record_has_the_log_probabilities_of_its_tokens(gateway: GatewayRig) -> None:
-    generation_id = GenerationId((await create(gateway)).generation_id)
+    generation_id = GenerationId((await create(gateway, sampling=types_pb2.Sampling(logprobs=2))).generation_id)
     await gateway.scheduler.grant(generation_id)
     for token_id in b"hel":
         logprobs = [TokenLogprob(-token_id / 4, ((token_id, -token_id / 4), (1, -50.0)))]
@@ -85,8 +85,9 @@ async def test_the_record_has_the_log_probabilities_of_its_tokens(gateway: Gatew
     assert (live.is_final, final.is_final) == (False, True)
     assert list(live.logprobs) == list(final.logprobs)
     assert [each.logprob for each in final.logprobs] == [-token_id / 4 for token_id in final.token_ids]
-    assert [[(top.token_id, top.logprob) for top in each.top] for each in final.logprobs] == [
-        [(token_id, -token_id / 4), (1, -50.0)] for token_id in b"hel"
+    assert [each.token for each in final.logprobs] == [b"h", b"e", b"l"]
+    assert [[(top.token_id, top.logprob, top.token) for top in each.top] for each in final.logprobs] == [
+        [(token_id, -token_id / 4, bytes([token_id])), (1, -50.0, b"\x01")] for token_id in b"hel"
     ]
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import shutil
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -208,8 +209,12 @@ async def test_log_probabilities_stand_beside_their_tokens_from_every_cursor(
     tmp_path: Path, max_tokens_per_message: int
 ) -> None:
     limits = replace(FAST, max_tokens_per_message=max_tokens_per_message)
+    wanted = request()
+    wanted.spec.sampling.logprobs = 1
     async with running_gateway(tmp_path, limits=limits) as gateway:
-        call, generation_id = await start(gateway)
+        call = gateway.stub.Generate(wanted, metadata=gateway.auth, timeout=20)
+        generation_id = GenerationId((await accepted(call)).generation_id)
+        await gateway.scheduler.grant(generation_id)
         scheduler = gateway.scheduler
         await scheduler.produce(generation_id, *logged("hello "))
         await scheduler.store_and_lose_log(generation_id)
@@ -219,9 +224,25 @@ async def test_log_probabilities_stand_beside_their_tokens_from_every_cursor(
         await scheduler.finish(generation_id)
         assert_aligned(await deltas_of(call), 0)
         for position in range(len(TEXT) + 1):
-            again = gateway.stub.Generate(request(cursor=cursor_at(position)), metadata=gateway.auth, timeout=20)
+            wanted.cursor.CopyFrom(cursor_at(position))
+            again = gateway.stub.Generate(wanted, metadata=gateway.auth, timeout=20)
             await accepted(again)
             assert_aligned(await deltas_of(again), position)
+        await assert_model_is_gone_harmlessly(gateway, generation_id)
+
+
+async def assert_model_is_gone_harmlessly(gateway: GatewayRig, generation_id: GenerationId) -> None:
+    """Without the tokenizer of the generation's revision the numbers come without the tokens' bytes."""
+    shutil.rmtree(gateway.config.models_dir / "simulated")
+    await gateway.app.registry.rescan()
+    named = inference_pb2.GenerationRef(generation_id=generation_id)
+    call = gateway.stub.StreamGeneration(
+        inference_pb2.StreamGenerationRequest(generation=named), metadata=gateway.auth, timeout=20
+    )
+    await accepted(call)
+    logprobs = [logprob for delta in await deltas_of(call) for logprob in delta.logprobs]
+    assert [logprob.logprob * -4 for logprob in logprobs] == list(TEXT.encode())
+    assert {logprob.token for logprob in logprobs} == {b""}
 
 
 def logged(text: str) -> tuple[list[int], list[str], list[TokenLogprob]]:
@@ -235,6 +256,8 @@ def assert_aligned(deltas: list[types_pb2.Delta], position: int) -> None:
         assert [logprob.logprob * -4 for logprob in delta.logprobs] == list(delta.token_ids)
         assert [logprob.top[0].token_id - 1 for logprob in delta.logprobs] == list(delta.token_ids)
         assert [logprob.top[0].logprob * -8 for logprob in delta.logprobs] == list(delta.token_ids)
+        assert b"".join(logprob.token for logprob in delta.logprobs).decode() == delta.text
+        assert [logprob.top[0].token for logprob in delta.logprobs] == [bytes([each + 1]) for each in delta.token_ids]
     assert "".join(delta.text for delta in deltas) == TEXT[position:]
 
 

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gpu_worker.engine.text import TokenTable
-from gpu_worker.engine.token_bytes import UnsupportedTokenizerError, byte_level_alphabet
+from service_kit.token_bytes import UnsupportedTokenizerError, byte_level_alphabet
 
 
 def write_tokenizer(directory: Path, **parts):

@@ -193,7 +193,9 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How tokens are chosen and when the output ends."""
+    """How tokens are chosen and when the output ends. A float means the value of its 32 bits, and a request is the same as
+    another when they are equal: 0.8 is 0.800000011920929 from every language.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -360,8 +362,13 @@ class TokenLogprob(_message.Message):
 
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
     """The output token's."""
+    token: _builtins.bytes
+    """The bytes that the output token stands for: perhaps a part of a character, and perhaps more than it added to the text,
+    which a stop string cuts. Empty for special tokens, and when the model has been removed or replaced since.
+    """
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """The most probable tokens, most probable first, as many as asked for."""
@@ -371,10 +378,11 @@ class TokenLogprob(_message.Message):
         *,
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TopLogprob] | None = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token", b"token", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -388,19 +396,23 @@ class TopLogprob(_message.Message):
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     LOGPROB_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Which."""
     logprob: _builtins.float
     """Its log probability."""
+    token: _builtins.bytes
+    """The bytes that it stands for, as in TokenLogprob."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         logprob: _builtins.float = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token", b"token", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -758,7 +770,9 @@ class Generation(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One for each of token_ids when the request asked for log probabilities. Only in GetGeneration."""
+        """One for each of token_ids when the request asked for log probabilities. Only in GetGeneration. A long output with many
+        of them exceeds the 4 MiB that gRPC clients take by default: raise that limit, or stream it.
+        """
 
     def __init__(
         self,
