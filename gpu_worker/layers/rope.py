@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gpu_worker.kernels.library import kernels_for
+
 
 class RotaryTable:
     """Cosines and sines of every position, made once: [num_positions, 2, head_dim / 2] in the model's type.
@@ -36,6 +38,9 @@ class Rotation:
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
         """Turns `heads` [T, heads, head_dim] in place and returns them; element i is paired with i + head_dim / 2."""
+        if kernels := kernels_for(heads, self.turns):
+            kernels.rotate(heads, self.turns)
+            return heads
         first, second = heads.chunk(2, dim=-1)
         cos, sin = self.turns[:, None, 0], self.turns[:, None, 1]
         turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

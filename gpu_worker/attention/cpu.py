@@ -1,0 +1,168 @@
+"""Paged attention by our own kernel on the CPU, in fp32.
+
+The same bits for a row however it is executed; gpu_worker/kernels/attention.cpp says by what construction.
+"""
+
+import ctypes
+import math
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu_worker.attention.cpu_step import Integers, RowArrays, Work, divide_work
+from gpu_worker.attention.memory import zeros
+from gpu_worker.attention.port import AttentionShape, SequenceRows
+from gpu_worker.engine.sequence import BlockMoves
+from gpu_worker.kernels.library import CpuKernels
+
+_LANES = 8
+
+
+class _Shape(ctypes.Structure):
+    """SluiceShape of attention_tile.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_stride", "block_size")),
+        ("scale", c_float),
+    )
+
+
+class _Step(ctypes.Structure):
+    """SluiceStep of attention_tile.h."""
+
+    _fields_ = (
+        ("shape", _Shape),
+        *((name, c_int64) for name in ("threads", "num_rows", "num_items", "num_merges", "window", "max_item_rows")),
+        *((name, c_void_p) for name in ("slots", "tables", "items", "merges", "workspace")),
+    )
+
+
+class CpuAttention:
+    """Implements AttentionBackend. One tensor [num_layers, num_blocks, numbers of a block]; the host tier is another.
+
+    A block holds, for each KV head, its keys transposed [head_dim, block_size] and its values [block_size, head_dim rounded
+    up to whole vectors].
+    """
+
+    name = "cpu"
+    is_batch_invariant = True
+
+    def __init__(self, shape: AttentionShape, kernels: CpuKernels) -> None:
+        self.shape = shape
+        self.kernels = kernels
+        value_stride = -(-shape.head_dim // _LANES) * _LANES
+        self._block_numbers = shape.num_kv_heads * shape.block_size * (shape.head_dim + value_stride)
+        self._windows = shape.windows or (None,) * shape.num_layers
+        assert len(self._windows) == shape.num_layers
+        assert shape.num_heads % shape.num_kv_heads == 0
+        size = (shape.num_layers, shape.num_blocks, self._block_numbers)
+        host_size = (shape.num_layers, shape.num_host_blocks, self._block_numbers)
+        self.blocks = zeros(size, device=torch.device("cpu"), dtype=torch.float32)
+        self.host_blocks = zeros(host_size, device=torch.device("cpu"), dtype=torch.float32)
+        self._c_shape = _Shape(
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            value_stride=value_stride,
+            block_size=shape.block_size,
+            scale=math.log2(math.e) / math.sqrt(shape.head_dim),
+        )
+        self._partition_keys = kernels.functions.sluice_partition_keys()
+        self._workspace = torch.empty(0, dtype=torch.float32)
+
+    def move(self, moves: BlockMoves) -> None:
+        for pairs, source, target in (
+            (moves.to_host, self.blocks, self.host_blocks),
+            (moves.from_host, self.host_blocks, self.blocks),
+            (moves.duplicated, self.blocks, self.blocks),
+        ):
+            if pairs:
+                self._copy(np.array(pairs, dtype=np.int64), source, target)
+
+    def _copy(self, pairs: Integers, source: torch.Tensor, target: torch.Tensor) -> None:
+        is_inside = (pairs >= 0) & (pairs < (source.shape[1], target.shape[1]))
+        assert is_inside.all(), "a block outside the memory"
+        self.kernels.functions.sluice_copy_blocks(
+            source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0), self.shape.num_layers,
+            self._block_numbers, pairs.ctypes.data, len(pairs), torch.get_num_threads(),
+        )  # fmt: skip
+
+    def begin_step(self, rows: list[SequenceRows]) -> "CpuStep":
+        arrays = RowArrays.of(rows, self.shape.block_size)
+        assert ((arrays.tables >= 0) & (arrays.tables < self.shape.num_blocks)).all(), "a block outside the memory"
+        work_by_window = {
+            window: divide_work(
+                arrays,
+                window=window,
+                heads_per_kv_head=self.shape.num_heads // self.shape.num_kv_heads,
+                partition_keys=self._partition_keys,
+            )
+            for window in set(self._windows)
+        }
+        threads = torch.get_num_threads()
+        workspace = self._reserve(threads, list(work_by_window.values()))
+        steps = {window: self._c_step(arrays, work, window, threads) for window, work in work_by_window.items()}
+        return CpuStep(
+            backend=self,
+            steps=tuple(steps[window] for window in self._windows),
+            kept=(arrays, work_by_window, workspace),
+            num_rows=len(arrays.slots),
+        )
+
+    def _reserve(self, threads: int, works: list[Work]) -> torch.Tensor:
+        """The workspace, made larger if these works need it; a step keeps the one that it was made with."""
+        needed = max(
+            self.kernels.functions.sluice_workspace_size(
+                ctypes.addressof(self._c_shape), threads, work.max_item_rows, work.num_partial_rows
+            )
+            for work in works
+        )
+        if needed > len(self._workspace):
+            self._workspace = torch.empty(needed, dtype=torch.float32)
+        return self._workspace
+
+    def _c_step(self, arrays: RowArrays, work: Work, window: int | None, threads: int) -> _Step:
+        return _Step(
+            shape=self._c_shape,
+            threads=threads,
+            num_rows=len(arrays.slots),
+            num_items=len(work.items),
+            num_merges=len(work.merges),
+            window=window or 0,
+            max_item_rows=work.max_item_rows,
+            slots=arrays.slots.ctypes.data,
+            tables=arrays.tables.ctypes.data,
+            items=work.items.ctypes.data,
+            merges=work.merges.ctypes.data,
+            workspace=self._workspace.data_ptr(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuStep:
+    """Implements StepAttention. `kept` owns the memory that `steps`, one per layer, point to."""
+
+    backend: CpuAttention
+    steps: tuple[_Step, ...]
+    kept: tuple[object, ...]
+    num_rows: int
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        shape = self.backend.shape
+        assert query.shape == (self.num_rows, shape.num_heads, shape.head_dim)
+        assert key.shape == value.shape == (self.num_rows, shape.num_kv_heads, shape.head_dim)
+        query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
+        out = query.new_empty(query.shape)
+        self.backend.kernels.functions.sluice_attend(
+            ctypes.addressof(self.steps[layer]), self.backend.blocks[layer].data_ptr(), query.data_ptr(), query.stride(0),
+            key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+def _dense_rows(heads: torch.Tensor) -> torch.Tensor:
+    """`heads` with the heads of each row behind each other; rows may lie apart, as in a fused product."""
+    assert heads.dtype == torch.float32
+    return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()

@@ -1,0 +1,128 @@
+"""What the CPU kernel is told about a step: slots, and pieces of work for its threads. Arrays, made once per step.
+
+How the work is cut decides how long a step takes, never a bit of its result.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.attention.port import SequenceRows
+
+Integers = npt.NDArray[np.int64]
+
+_MAX_HEAD_ROWS = 128
+"""Rows times heads of a KV head that go through a tile together: more reuse of the tile, but it has to stay in cache."""
+_MAX_ROWS = 64
+_MAX_SPLIT_HEAD_ROWS = 32
+"""Up to here a context is split over threads; more rows make enough pieces of work by themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowArrays:
+    """The sequences of a step as arrays [S], their block tables behind each other, and the slot of each row."""
+
+    first_rows: Integers
+    num_rows: Integers
+    first_positions: Integers
+    table_starts: Integers
+    tables: npt.NDArray[np.int32]
+    slots: Integers
+
+    @classmethod
+    def of(cls, rows: list[SequenceRows], block_size: int) -> "RowArrays":
+        sizes = np.array([(row.first_row, row.num_rows, row.context_length) for row in rows], dtype=np.int64)
+        first_rows, num_rows, contexts = sizes.T
+        widths = -(-contexts // block_size)
+        tables = np.fromiter(
+            itertools.chain.from_iterable(
+                row.block_table[:width] for row, width in zip(rows, widths.tolist(), strict=True)
+            ),
+            dtype=np.int32,
+            count=int(widths.sum()),
+        )
+        table_starts = np.cumsum(widths) - widths
+        first_positions = contexts - num_rows
+        offsets = _count_within(num_rows)
+        positions = np.repeat(first_positions, num_rows) + offsets
+        blocks = tables[np.repeat(table_starts, num_rows) + positions // block_size].astype(np.int64)
+        slots = np.empty(int(num_rows.sum()), dtype=np.int64)
+        slots[np.repeat(first_rows, num_rows) + offsets] = blocks * block_size + positions % block_size
+        return cls(
+            first_rows=first_rows,
+            num_rows=num_rows,
+            first_positions=first_positions,
+            table_starts=table_starts,
+            tables=tables,
+            slots=slots,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Pieces of work under one window.
+
+    items [n, 7]: table start, first row, rows, first position, first partition, partitions, partial result or -1; the most
+    expensive first. merges [m, 4]: first row, rows, partial result, partial results of each row.
+    """
+
+    items: Integers
+    merges: Integers
+    num_partial_rows: int
+    max_item_rows: int
+
+
+def divide_work(rows: RowArrays, *, window: int | None, heads_per_kv_head: int, partition_keys: int) -> Work:
+    """Cuts each sequence's rows into tiles of rows, and few rows with a long context into their partitions."""
+    tile_rows = _tile_rows(heads_per_kv_head)
+    last_positions = rows.first_positions + rows.num_rows
+    num_tiles = -(-last_positions // tile_rows) - rows.first_positions // tile_rows
+    sequence = np.repeat(np.arange(len(num_tiles)), num_tiles)
+    # Tiles end where positions are multiples of their size, so that few of them end within a tile of keys.
+    grid = (np.repeat(rows.first_positions // tile_rows, num_tiles) + _count_within(num_tiles)) * tile_rows
+    begins = np.maximum(rows.first_positions[sequence], grid)
+    ends = np.minimum(last_positions[sequence], grid + tile_rows)
+    tile_sizes = ends - begins
+    first_keys = np.zeros_like(begins) if window is None else np.maximum(begins - window + 1, 0)
+    first_partitions = first_keys // partition_keys
+    num_partitions = (ends - 1) // partition_keys + 1 - first_partitions
+    is_split = (num_partitions > 1) & (tile_sizes * heads_per_kv_head <= _MAX_SPLIT_HEAD_ROWS)
+
+    partial_rows = np.where(is_split, num_partitions * tile_sizes, 0)
+    partials = np.cumsum(partial_rows) - partial_rows
+    first_rows = rows.first_rows[sequence] + begins - rows.first_positions[sequence]
+    pieces = np.where(is_split, num_partitions, 1)
+    number = _count_within(pieces)
+    tile = np.repeat(np.arange(len(pieces)), pieces)
+    items = np.stack(
+        (
+            rows.table_starts[sequence][tile],
+            first_rows[tile],
+            tile_sizes[tile],
+            begins[tile],
+            first_partitions[tile] + number,
+            np.where(is_split, 1, num_partitions)[tile],
+            np.where(is_split[tile], partials[tile] + number * tile_sizes[tile], -1),
+        ),
+        axis=1,
+    )
+    num_keys = np.where(is_split[tile], partition_keys, (ends - first_keys)[tile])
+    costs = (tile_sizes[tile] * heads_per_kv_head + 4) * num_keys
+    return Work(
+        items=np.ascontiguousarray(items[np.argsort(-costs, kind="stable")]),
+        merges=np.stack((first_rows, tile_sizes, partials, num_partitions), axis=1)[is_split],
+        num_partial_rows=int(partial_rows.sum()),
+        max_item_rows=tile_rows,
+    )
+
+
+def _tile_rows(heads_per_kv_head: int) -> int:
+    """A power of two, so that the tiles of rows lie on the grid of the tiles of keys."""
+    return min(_MAX_ROWS, 1 << max(0, (_MAX_HEAD_ROWS // heads_per_kv_head).bit_length() - 1))
+
+
+def _count_within(sizes: Integers) -> Integers:
+    """0, 1, … in each group of these sizes."""
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)

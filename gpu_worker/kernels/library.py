@@ -1,0 +1,130 @@
+"""The compiled CPU kernels, loaded once per process."""
+
+import ctypes
+import functools
+from ctypes import c_char_p, c_float, c_int64, c_void_p
+from pathlib import Path
+
+import structlog
+import torch
+
+from gpu_worker.kernels import build
+
+_log = structlog.get_logger(__name__)
+
+_CPU_FEATURES = ("avx2", "fma", "f16c")
+_OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
+
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "sluice_source_hash": (c_char_p, ()),
+    "sluice_partition_keys": (c_int64, ()),
+    "sluice_workspace_size": (c_int64, (c_void_p, c_int64, c_int64, c_int64)),
+    "sluice_attend": (None, (c_void_p, c_void_p, *(c_void_p, c_int64) * 3, c_void_p)),
+    "sluice_copy_blocks": (None, (*(c_void_p, c_int64) * 2, c_int64, c_int64, c_void_p, c_int64, c_int64)),
+    "sluice_rms_norm": (None, (*(c_void_p, c_int64, c_int64) * 2, c_void_p, c_float, *(c_int64,) * 4)),
+    "sluice_silu_and_multiply": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
+    "sluice_rotate": (None, (c_void_p, c_int64, c_int64, c_void_p, *(c_int64,) * 4)),
+}
+
+
+class KernelsUnavailableError(Exception):
+    """Why the library cannot be used."""
+
+
+class CpuKernels:
+    """The library's functions on fp32 tensors of the CPU. They run on the threads that torch is set to.
+
+    A row's result has the same bits whatever other rows there are and however many threads.
+    """
+
+    def __init__(self, library: Path = build.LIBRARY) -> None:
+        """Raises KernelsUnavailableError, also for a library that was built from other sources than these."""
+        _check_cpu(Path("/proc/cpuinfo"))
+        if not library.exists():
+            raise KernelsUnavailableError(f"{library} was not built; `python -m gpu_worker.kernels.build` says why")
+        _share_openmp(Path("/proc/self/maps"))
+        try:
+            self.functions = ctypes.CDLL(str(library))
+            self._declare()
+        except (OSError, AttributeError) as error:
+            raise KernelsUnavailableError(f"{library} cannot be loaded: {error}") from error
+        built_from = self.functions.sluice_source_hash().decode()
+        if built_from != build.source_hash():
+            raise KernelsUnavailableError(f"{library} was built from other sources ({built_from}); build it again")
+
+    def _declare(self) -> None:
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self.functions, name)
+            function.restype, function.argtypes = result, arguments
+
+    def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """`out` = normalised `rows`, [T, H] or [T, heads, H] each, whose last dimension is dense; may be in place."""
+        wide, wide_out = (rows, out) if rows.dim() == 3 else (rows[:, None], out[:, None])  # noqa: PLR2004
+        num_rows, num_parts, width = wide.shape
+        assert weight.is_contiguous()
+        assert len(weight) == width
+        assert wide.shape == wide_out.shape
+        assert wide.stride(2) == wide_out.stride(2) == 1
+        self.functions.sluice_rms_norm(
+            wide.data_ptr(), wide.stride(0), wide.stride(1), wide_out.data_ptr(), wide_out.stride(0), wide_out.stride(1),
+            weight.data_ptr(), eps, num_rows, num_parts, width, torch.get_num_threads(),
+        )  # fmt: skip
+
+    def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """`out` [T, I] = silu(gate) * up of `gate_up` [T, 2 * I]."""
+        num_rows, width = out.shape
+        assert gate_up.shape == (num_rows, 2 * width)
+        assert gate_up.stride(1) == 1
+        assert out.is_contiguous()
+        self.functions.sluice_silu_and_multiply(
+            gate_up.data_ptr(), gate_up.stride(0), out.data_ptr(), num_rows, width, torch.get_num_threads()
+        )
+
+    def rotate(self, heads: torch.Tensor, turns: torch.Tensor) -> None:
+        """Turns `heads` [T, heads, D] in place by `turns` [T, 2, D / 2]: cosines, then sines."""
+        num_rows, num_heads, head_dim = heads.shape
+        assert turns.is_contiguous()
+        assert turns.shape == (num_rows, 2, head_dim // 2)
+        assert heads.stride(2) == 1
+        self.functions.sluice_rotate(
+            heads.data_ptr(), heads.stride(0), heads.stride(1), turns.data_ptr(), num_rows, num_heads, head_dim // 2,
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+
+@functools.cache
+def load_cpu_kernels() -> CpuKernels | None:
+    """The kernels, or None where they cannot be used; the reason is logged once."""
+    try:
+        return CpuKernels()
+    except KernelsUnavailableError as error:
+        _log.warning("cpu_kernels_unavailable", reason=str(error))
+        return None
+
+
+def kernels_for(*tensors: torch.Tensor) -> CpuKernels | None:
+    """The kernels, if they are there and work on what these tensors are."""
+    for tensor in tensors:
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.stride(-1) != 1:
+            return None
+    return load_cpu_kernels()
+
+
+def _check_cpu(cpuinfo: Path) -> None:
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError as error:
+        raise KernelsUnavailableError(f"{cpuinfo} cannot be read: {error}") from error
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
+    if missing := [feature for feature in _CPU_FEATURES if feature not in flags]:
+        raise KernelsUnavailableError(f"this CPU lacks {', '.join(missing)}")
+
+
+def _share_openmp(maps: Path) -> None:
+    """Makes the OpenMP library that torch brought visible to ours, whatever its file is called: one pool of threads."""
+    paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
+    for path in sorted(paths):
+        if Path(path).name.startswith(_OPENMP_NAMES):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+            return
+    raise KernelsUnavailableError("torch brought no OpenMP library, whose threads the kernels use")

@@ -1,0 +1,114 @@
+// Operations on the rows of a step. A row's bits depend on its own numbers alone: full and partial vectors run the same
+// instructions, and threads only share out whole rows or whole vectors.
+
+#include <cmath>
+
+#include "simd.h"
+
+using namespace sluice;
+
+namespace {
+
+// Below this many numbers a second thread costs more than it saves.
+constexpr int64_t kWorthThreads = 32768;
+
+inline Vector silu_and_multiply(Vector gate, Vector up) {
+  const Vector denominator = _mm256_add_ps(_mm256_set1_ps(1.0f), exp_of(_mm256_sub_ps(_mm256_setzero_ps(), gate)));
+  return _mm256_mul_ps(_mm256_div_ps(gate, denominator), up);
+}
+
+inline float sum_of_squares(const float* row, int64_t width) {
+  Vector sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
+    for (int part = 0; part < 4; ++part) {
+      const Vector x = _mm256_loadu_ps(row + i + part * kLanes);
+      sums[part] = _mm256_fmadd_ps(x, x, sums[part]);
+    }
+  }
+  for (; i < width; i += kLanes) {
+    const Vector x = _mm256_maskload_ps(row + i, first_lanes(width - i));
+    sums[0] = _mm256_fmadd_ps(x, x, sums[0]);
+  }
+  return sum_lanes(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
+}
+
+inline void normalise(const float* row, const float* weight, float eps, int64_t width, float* out) {
+  const Vector scale = _mm256_set1_ps(1.0f / std::sqrt(sum_of_squares(row, width) / static_cast<float>(width) + eps));
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    const Vector x = _mm256_mul_ps(_mm256_loadu_ps(row + i), scale);
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(weight + i), x));
+  }
+  if (i < width) {
+    const __m256i lanes = first_lanes(width - i);
+    const Vector x = _mm256_mul_ps(_mm256_maskload_ps(row + i, lanes), scale);
+    _mm256_maskstore_ps(out + i, lanes, _mm256_mul_ps(_mm256_maskload_ps(weight + i, lanes), x));
+  }
+}
+
+// Pairs (first[i], second[i]) turned by the angle whose cosine and sine are given.
+inline void turn(float* first, float* second, const float* cos, const float* sin, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const __m256i lanes = first_lanes(count - i);
+    const Vector x = _mm256_maskload_ps(first + i, lanes), y = _mm256_maskload_ps(second + i, lanes);
+    const Vector c = _mm256_maskload_ps(cos + i, lanes), s = _mm256_maskload_ps(sin + i, lanes);
+    _mm256_maskstore_ps(first + i, lanes, _mm256_fmsub_ps(x, c, _mm256_mul_ps(y, s)));
+    _mm256_maskstore_ps(second + i, lanes, _mm256_fmadd_ps(y, c, _mm256_mul_ps(x, s)));
+  }
+}
+
+}  // namespace
+
+// Names the sources that this library was built from.
+SLUICE_EXPORT const char* sluice_source_hash() { return SLUICE_SOURCE_HASH; }
+
+// Rows of `width` numbers, `parts` of them per outer row (heads, or 1); strides in numbers.
+SLUICE_EXPORT void sluice_rms_norm(const float* in, int64_t in_row, int64_t in_part, float* out, int64_t out_row, int64_t out_part,
+                     const float* weight, float eps, int64_t rows, int64_t parts, int64_t width, int64_t threads) {
+  const bool worth = rows * parts * width >= kWorthThreads;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+  for (int64_t i = 0; i < rows * parts; ++i) {
+    const int64_t row = i / parts, part = i % parts;
+    normalise(in + row * in_row + part * in_part, weight, eps, width, out + row * out_row + part * out_part);
+  }
+}
+
+// gate_up [rows, 2 * width] -> out [rows, width].
+SLUICE_EXPORT void sluice_silu_and_multiply(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t width,
+                              int64_t threads) {
+  constexpr int64_t kPiece = 512;
+  const int64_t pieces = (width + kPiece - 1) / kPiece;
+  const bool worth = rows * width >= kWorthThreads / 4;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+  for (int64_t i = 0; i < rows * pieces; ++i) {
+    const int64_t row = i / pieces, begin = i % pieces * kPiece;
+    const int64_t end = begin + kPiece < width ? begin + kPiece : width;
+    const float* gate = gate_up + row * stride;
+    const float* up = gate + width;
+    float* result = out + row * width;
+    int64_t j = begin;
+    for (; j + kLanes <= end; j += kLanes) {
+      _mm256_storeu_ps(result + j, silu_and_multiply(_mm256_loadu_ps(gate + j), _mm256_loadu_ps(up + j)));
+    }
+    if (j < end) {
+      const __m256i lanes = first_lanes(end - j);
+      const Vector value = silu_and_multiply(_mm256_maskload_ps(gate + j, lanes), _mm256_maskload_ps(up + j, lanes));
+      _mm256_maskstore_ps(result + j, lanes, value);
+    }
+  }
+}
+
+// heads [rows, num_heads, 2 * half], turned in place; turns [rows, 2, half]: cosines, then sines.
+SLUICE_EXPORT void sluice_rotate(float* heads, int64_t row_stride, int64_t head_stride, const float* turns, int64_t rows,
+                   int64_t num_heads, int64_t half, int64_t threads) {
+  const bool worth = rows * num_heads * half >= kWorthThreads / 2;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* cos = turns + row * 2 * half;
+    for (int64_t head = 0; head < num_heads; ++head) {
+      float* first = heads + row * row_stride + head * head_stride;
+      turn(first, first + half, cos, cos + half, half);
+    }
+  }
+}
