@@ -132,7 +132,8 @@ class NativeEngine:
         context_length, vocab_size = self._capabilities.context_length, self._capabilities.vocab_size
         if not spec.prompt_token_ids:
             raise RefusedSequenceError("the prompt has no tokens")
-        for token_id in (*spec.prompt_token_ids, *spec.output_token_ids):
+        biased = [token_id for token_id, _ in spec.sampling.logit_bias]
+        for token_id in (*spec.prompt_token_ids, *spec.output_token_ids, *spec.sampling.stop_token_ids, *biased):
             if not 0 <= token_id < vocab_size:
                 raise RefusedSequenceError(f"token {token_id} is outside the vocabulary of {vocab_size}")
         num_tokens = len(spec.prompt_token_ids) + spec.sampling.max_output_tokens
@@ -202,11 +203,12 @@ class NativeEngine:
             position=live.next_position,
             token_ids=live.sequence.token_ids,
             num_prompt_tokens=live.sequence.num_prompt_tokens,
+            banned_token_ids=live.banned_token_ids,
         )
 
     def _push(self, live: LiveSequence, sampled: Sampled) -> SequenceOutput | None:
         try:
-            output = live.push(sampled.token_id)
+            output = live.push(sampled.token_id, sampled.logprob)
         except Exception as error:
             log.exception("output_failed", step=self._step, sequence_id=live.spec.sequence_id)
             return self._fail(live, f"the output stage failed: {_describe(error)}")
