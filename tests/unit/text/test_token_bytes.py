@@ -2,10 +2,17 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 
 from gpu_worker.engine.text import TokenTable
 from service_kit.token_bytes import UnsupportedTokenizerError, byte_level_alphabet
+
+SPACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+FUSE = {"type": "Fuse"}
+
+
+def sequence(*steps: dict) -> dict:
+    return {"type": "Sequence", "decoders": list(steps)}
 
 
 def write_tokenizer(directory: Path, **parts):
@@ -22,21 +29,6 @@ def test_the_byte_level_alphabet_is_that_of_the_tokenizers_library():
     assert sorted(byte_level_alphabet().values()) == list(range(256))
 
 
-def test_byte_level_tokens_have_the_bytes_the_tokenizers_library_decodes(tmp_path):
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(["<tool>"])
-    tokenizer.add_special_tokens(["<|end|>"])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    table = TokenTable.from_directory(tmp_path)
-    text = "한국어 <tool>naïve 👩‍👩‍👧<|end|>\n"
-    ids = tokenizer.encode(text).ids
-    assert b"".join(table.bytes_of(token_id) for token_id in ids).decode() == tokenizer.decode(ids)
-    assert table.vocab_size == tokenizer.get_vocab_size()
-
-
 def test_special_added_tokens_have_no_text_and_others_their_content(tmp_path):
     added = [
         {"id": 1, "content": "<|end|>", "special": True},
@@ -44,6 +36,14 @@ def test_special_added_tokens_have_no_text_and_others_their_content(tmp_path):
     ]
     write_tokenizer(tmp_path, model={"vocab": {"Ġa": 0, "<|end|>": 1}}, added_tokens=added)
     assert all_bytes(TokenTable.from_directory(tmp_path)) == [b" a", b"", b"", "  é".encode()]
+
+
+def test_added_tokens_are_decoded_like_all_tokens(tmp_path):
+    added = [{"id": 1, "content": "▁▁", "special": False}, {"id": 2, "content": "Ġé", "special": False}]
+    write_tokenizer(tmp_path, model={"vocab": {"a": 0}}, added_tokens=added, decoder={"type": "Metaspace"})
+    assert all_bytes(TokenTable.from_directory(tmp_path)) == [b"a", b"  ", "Ġé".encode()]
+    write_tokenizer(tmp_path, model={"vocab": {"a": 0}}, added_tokens=added)
+    assert all_bytes(TokenTable.from_directory(tmp_path)) == [b"a", "▁▁".encode(), b" \xe9"]
 
 
 def test_metaspace_tokens_have_spaces_and_byte_fallback(tmp_path):
@@ -72,6 +72,13 @@ def test_a_unigram_vocabulary_without_byte_fallback_keeps_byte_tokens_literal(tm
         (None, "none"),
         ({"type": "Sequence", "decoders": [{"type": "ByteLevel"}, {"type": "Metaspace"}]}, "ByteLevel"),
         ({"type": "Replace", "pattern": {"String": "x"}, "content": " "}, "Replace"),
+        (sequence(SPACE, {"type": "Strip", "content": " ", "start": 1, "stop": 0}), r"Replace \+ Strip"),
+        (sequence(SPACE, FUSE, {"type": "Strip", "content": " ", "start": 0, "stop": 1}), "Strip"),
+        (sequence(SPACE, FUSE, {"type": "Strip", "content": "x", "start": 1, "stop": 0}), "Strip"),
+        (sequence(FUSE, SPACE), r"Fuse \+ Replace"),
+        (sequence(SPACE, FUSE, {"type": "ByteFallback"}), "ByteFallback"),
+        (sequence({"type": "ByteFallback"}, FUSE), "ByteFallback"),
+        (sequence(SPACE, {"type": "CTC"}), "CTC"),
     ],
 )
 def test_other_decoders_are_refused_by_name(tmp_path, decoder, named):
