@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from service_kit.prefix_hash import BlockHash, PrefixRoot
+
 
 class SequenceState(StrEnum):
     """Where a sequence stands with the step scheduler."""
@@ -37,6 +39,16 @@ class Sequence:
     """Of these, tokens that were found in the prefix cache at the first admission."""
     block_table: list[int] = field(default_factory=list)
     """Append-only until the blocks are given back: block i holds tokens i * block_size and following."""
+    prefix_root: PrefixRoot | None = None
+    """Key of its block hashes; None shares no block with any other sequence."""
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Hashes of its first full blocks, each computed once. Those behind num_published_blocks are being computed."""
+    num_published_blocks: int = 0
+    """Of the block table, blocks whose content was offered to the prefix cache or came from it."""
+    num_admitted_tokens: int = 0
+    """Tokens it had when it last got blocks; what it computes up to there fills the cache."""
+    awaited_hash: BlockHash | None = None
+    """While it waits for a block that a running sequence computes: that block's hash."""
 
     @property
     def num_tokens(self) -> int:

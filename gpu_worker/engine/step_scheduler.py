@@ -3,79 +3,63 @@
 There is no prefill phase and no decode phase (after vLLM's v1 core): each sequence has computed tokens that chase its
 total, and a step spends a token budget on them, decodes first, then prefill chunks, in class order and then by arrival.
 
-When memory runs out, the last in that order loses its blocks and starts over later from its tokens. The first in the order
-never loses its blocks, and no sequence is taken in that could not run alone, so some sequence always advances.
+Full blocks are shared by their prefix hash. A block is published when the step that completed it was computed; a
+sequence whose next block is being computed by a running one waits for it, while others pass.
+
+When memory runs out, the last in that order loses its blocks and starts over later from what is still found of them. The
+first in the order never loses its blocks, running sequences never wait for others, and no sequence is taken in that could
+not run alone, so some sequence always advances.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from heapq import merge
 from operator import attrgetter
 
+from gpu_worker.engine.admission import Admission, AdmissionRule, GrowthRatio
 from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.in_flight import InFlightBlocks
+from gpu_worker.engine.kv_memory import KvMemory
+from gpu_worker.engine.port import CacheChanges
 from gpu_worker.engine.sequence import PlannedSequence, Sequence, SequenceState, StepPlan
+from gpu_worker.engine.step_cost import StepCost, attended_by
+from gpu_worker.engine.step_draft import StepDraft
+from gpu_worker.engine.step_limits import StepLimits
+from service_kit.prefix_hash import extend_block_hash
+
+__all__ = ["NeverFitsError", "StepLimits", "StepScheduler"]
 
 _by_order = attrgetter("order")
+# Waiting sequences that a step looks past because too many long prefills run: bounds its work.
+_MAX_PASSED = 32
 
 
 class NeverFitsError(Exception):
     """The sequence needs more blocks than there are, even alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepLimits:
-    """Bounds of one step.
+class StepScheduler:
+    """The waiting and running sequences of one engine and, through the pool, their memory.
 
-    max_running: sequences that hold blocks. token_budget: tokens computed per step, at least max_running so that a full
-    batch decodes in one step. A prefill of more than long_prefill_tokens is long: at most max_long_prefills are taken in
-    at a time, and each gets more than long_prefill_tokens of a step only when nobody else wants the rest.
+    A plan is made by `schedule`, executed (moves first), and recorded by `update` before the next is made. Sequences whose
+    part of it failed are removed in between, so that nothing of it is published.
     """
 
-    max_running: int
-    token_budget: int
-    max_long_prefills: int
-    long_prefill_tokens: int
-
-    def __post_init__(self) -> None:
-        for name in ("max_running", "max_long_prefills", "long_prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        if self.token_budget < self.max_running:
-            raise ValueError("token_budget must be at least max_running")
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The plan while it is made: tokens per sequence, and what is left of the budget."""
-
-    budget: int
-    chunks: dict[str, int] = field(default_factory=dict)
-    preempted: dict[str, None] = field(default_factory=dict)
-    is_admission_closed: bool = False
-
-    def extend(self, sequence_id: str, num_tokens: int) -> None:
-        self.chunks[sequence_id] = self.chunks.get(sequence_id, 0) + num_tokens
-        self.budget -= num_tokens
-
-    def preempt(self, sequence_id: str) -> None:
-        self.budget += self.chunks.pop(sequence_id, 0)
-        self.preempted[sequence_id] = None
-
-
-class StepScheduler:
-    """The waiting and running sequences of one engine and, through the pool, their memory."""
-
-    def __init__(self, *, pool: BlockPool, limits: StepLimits) -> None:
+    def __init__(self, *, pool: BlockPool, limits: StepLimits, num_host_blocks: int = 0) -> None:
         self._pool = pool
         self._limits = limits
+        self._memory = KvMemory(pool=pool, num_host_blocks=num_host_blocks)
+        self._in_flight = InFlightBlocks()
+        self._cost = StepCost()
+        self._growth = GrowthRatio(initial=limits.initial_growth_ratio, minimum=limits.min_growth_ratio)
+        self._admission = AdmissionRule(pool=pool, limits=limits, growth=self._growth, cost=self._cost)
         self._waiting: list[Sequence] = []
-        self._running: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
+        self._plan = StepPlan(sequences=())
         self._num_arrived = 0
         self._num_preempted = 0
-        # Kept free when a sequence joins others, so that their growth does not throw it out again at once.
-        self._watermark = max(1, pool.num_blocks // 100)
+        self._num_computed_prompt_tokens = 0
+        self._num_cached_prompt_tokens = 0
 
     @property
     def num_running(self) -> int:
@@ -92,8 +76,40 @@ class StepScheduler:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV stands in allocated blocks."""
-        return sum(sequence.num_computed_tokens for sequence in self._running.values())
+        """Tokens whose KV stands in blocks that somebody holds; shared ones count once."""
+        block_size = self._pool.block_size
+        # Only blocks of one holder have slots that are not computed.
+        num_empty = sum(len(other.block_table) * block_size - other.num_computed_tokens for other in self._running)
+        return (self._pool.num_blocks - self._pool.num_free) * block_size - num_empty
+
+    @property
+    def num_computed_prompt_tokens(self) -> int:
+        """Tokens computed to fill caches since the start: prompts, output of earlier attempts, what was preempted."""
+        return self._num_computed_prompt_tokens
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """Tokens found in the cache since the start, whenever a sequence got blocks."""
+        return self._num_cached_prompt_tokens
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Contents that can be found by their hash now, host tier included."""
+        return self._memory.num_cached_blocks
+
+    @property
+    def num_blocks_to_host(self) -> int:
+        return self._memory.num_blocks_to_host
+
+    @property
+    def num_blocks_from_host(self) -> int:
+        return self._memory.num_blocks_from_host
+
+    @property
+    def room_blocks(self) -> tuple[int, int, int]:
+        """Blocks that a new sequence of class 0, 1, 2 could get: free ones, and those that only lower classes hold."""
+        interactive, standard, batch = (self._admission.room_blocks(self._running, priority) for priority in range(3))
+        return (interactive, standard, batch)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence behind its class. Raises NeverFitsError when it could not run even alone."""
@@ -105,150 +121,255 @@ class StepScheduler:
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._sequences[sequence.sequence_id] = sequence
-        insort(self._waiting, sequence, key=_by_order)
+        self._enqueue(sequence)
 
     def remove(self, sequence_id: str) -> None:
         """Ends a sequence in any state and gives its blocks back at once."""
         sequence = self._sequences.pop(sequence_id)
-        if self._running.pop(sequence_id, None) is None:
-            self._waiting.remove(sequence)
+        if sequence.state is SequenceState.RUNNING:
+            self._stop(sequence)
+        else:
+            _take_out(self._waiting, sequence)
         sequence.state = SequenceState.FINISHED
-        self._release(sequence)
 
     def schedule(self) -> StepPlan:
         """The next step. Takes blocks for it and preempts as needed; empty only when there is no sequence."""
-        draft = _Draft(budget=self._limits.token_budget)
+        draft = StepDraft(limits=self._limits, cost=self._cost)
         self._plan_decodes(draft)
         self._plan_prefills(draft)
-        planned = tuple(self._describe(self._running[name], chunk) for name, chunk in draft.chunks.items())
+        self._growth.step(is_short_of_blocks=draft.is_short_of_blocks)
+        planned = tuple(_describe(self._sequences[name], chunk) for name, chunk in draft.chunks.items())
         assert planned or not self._sequences, "a step must advance some sequence"
-        return StepPlan(sequences=planned, preempted=tuple(draft.preempted))
+        self._plan = StepPlan(sequences=planned, preempted=tuple(draft.preempted), moves=self._memory.take_moves())
+        return self._plan
 
     def update(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
         """Records that `plan` was computed, with the token drawn for each of its sampled sequences.
 
         Sequences removed since the plan was made are skipped.
         """
+        block_size = self._pool.block_size
         for planned in plan.sequences:
-            sequence = self._running.get(planned.sequence_id)
+            sequence = self._sequences.get(planned.sequence_id)
             if sequence is None:
                 continue
-            sequence.num_computed_tokens = planned.context_length
+            end = planned.context_length
+            self._num_computed_prompt_tokens += max(0, min(end, sequence.num_admitted_tokens) - planned.start)
+            sequence.num_computed_tokens = end
             if planned.is_sampled:
                 sequence.token_ids.append(sampled[planned.sequence_id])
+            if end >= (sequence.num_published_blocks + 1) * block_size and sequence.prefix_root is not None:
+                self._publish(sequence)
+        self._plan = StepPlan(sequences=())
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learns how long a plan took to compute. Raises ValueError for negative or infinite seconds."""
+        self._cost.observe(tokens=plan.num_tokens, attended=attended_by(plan), seconds=seconds)
+
+    def take_cache_changes(self) -> CacheChanges:
+        """What became findable or stopped being so since the last call; what does not fit comes with the next."""
+        return self._memory.take_changes()
+
+    def drop_cached(self) -> None:
+        """Forgets all content that nobody holds, host tier included.
+
+        For when moves failed: remove the sequences of that plan first, they hold the blocks whose content is in doubt.
+        """
+        self._memory.drop_unheld()
 
     def check_integrity(self) -> None:
-        """Raises BlockAccountingError or AssertionError unless blocks and states agree."""
-        self._pool.check_integrity()
-        held: dict[int, int] = {}
+        """Raises BlockAccountingError or AssertionError unless blocks, names, tables and states agree."""
+        self._memory.check_integrity(other.block_table for other in self._sequences.values())
+        self._in_flight.check_integrity(self._running)
+        assert self._running == sorted(self._running, key=_by_order), "running sequences are out of order"
+        assert self._waiting == sorted(self._waiting, key=_by_order), "waiting sequences are out of order"
+        assert len(self._running) + len(self._waiting) == len(self._sequences)
+        ends = {planned.sequence_id: planned.context_length for planned in self._plan.sequences}
         for sequence in self._sequences.values():
-            assert (sequence.sequence_id in self._running) == (sequence.state is SequenceState.RUNNING)
-            assert sequence.num_computed_tokens <= len(sequence.block_table) * self._pool.block_size
-            for block in sequence.block_table:
-                held[block] = held.get(block, 0) + 1
-        for block in range(self._pool.num_blocks):
-            assert self._pool.num_references(block) == held.get(block, 0), f"block {block} leaks"
+            is_running = sequence.state is SequenceState.RUNNING
+            assert is_running == (sequence in self._running) != (sequence in self._waiting)
+            end = ends.get(sequence.sequence_id, sequence.num_computed_tokens)
+            assert len(sequence.block_table) == self._pool.num_blocks_for(end), "blocks and tokens disagree"
+        for planned in self._plan.sequences:
+            if planned.sequence_id in self._sequences:
+                for block in planned.block_table[planned.start // self._pool.block_size :]:
+                    assert self._pool.num_references(block) == 1, f"the plan writes shared block {block}"
+                    assert not self._memory.is_named(block), f"the plan writes cached block {block}"
 
-    def _plan_decodes(self, draft: _Draft) -> None:
-        for sequence in self._running_in_order():
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        for sequence in self._running.copy():
             if draft.budget == 0:
                 return
-            if sequence.is_decoding and sequence.state is SequenceState.RUNNING:
-                self._extend(sequence, 1, draft)
+            if (
+                sequence.is_decoding
+                and sequence.state is SequenceState.RUNNING
+                and self._grow(sequence, sequence.num_tokens, draft)
+            ):
+                draft.extend_decode(sequence)
 
-    def _plan_prefills(self, draft: _Draft) -> None:
-        prefilling = [sequence for sequence in self._running_in_order() if not sequence.is_decoding]
-        for sequence in merge(prefilling, self._waiting.copy(), key=_by_order):
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        prefilling = [sequence for sequence in self._running if not sequence.is_decoding]
+        if not prefilling and not self._waiting:
+            return
+        begun: list[Sequence] = []
+        for sequence in self._in_order(prefilling, draft):
             if draft.budget == 0:
                 return
-            if self._may_prefill(sequence, draft):
-                wanted = min(sequence.num_uncomputed_tokens, self._limits.long_prefill_tokens)
-                self._extend(sequence, min(wanted, draft.budget), draft)
-        for sequence_id in list(draft.chunks):
-            if sequence_id in draft.chunks:  # not preempted by one before it
-                rest = self._running[sequence_id].num_uncomputed_tokens - draft.chunks[sequence_id]
-                self._extend(self._running[sequence_id], min(rest, draft.budget), draft)
+            if sequence.state is SequenceState.RUNNING or self._take_in(sequence, draft):
+                self._extend_prefill(sequence, self._limits.long_prefill_tokens, draft)
+                begun.append(sequence)
+        for sequence in begun:
+            if draft.budget > 0 and sequence.state is SequenceState.RUNNING:
+                self._extend_prefill(sequence, draft.budget, draft)
 
-    def _may_prefill(self, sequence: Sequence, draft: _Draft) -> bool:
-        if sequence.state is SequenceState.RUNNING:
-            return True
-        if draft.is_admission_closed or sequence.sequence_id in draft.preempted:
-            return False
-        if (
-            self._is_long(sequence)
-            and sum(map(self._is_long, self._running.values())) >= self._limits.max_long_prefills
-        ):
-            return False
-        # Nobody overtakes a sequence that waits for memory, or large ones would wait for ever.
-        draft.is_admission_closed = not self._admit(sequence, draft)
-        return not draft.is_admission_closed
+    def _in_order(self, prefilling: list[Sequence], draft: StepDraft) -> Iterator[Sequence]:
+        """Running prefills and waiting sequences; without the latter as soon as admission is closed.
 
-    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Makes a waiting sequence running if all its known tokens fit, at the expense of lower classes if need be."""
-        victims: list[Sequence] = []
-        for candidate in [None, *reversed(list(self._running_in_order()))]:
-            if candidate is not None:
-                if candidate.priority <= sequence.priority:
-                    return False
-                victims.append(candidate)
-            if self._has_room(sequence, victims):
-                break
-        else:
+        Those that lost their blocks to this plan are left out.
+        """
+        # Copied before anybody is taken out of it.
+        waiting = filter(lambda other: other.sequence_id not in draft.preempted, self._waiting.copy())
+        newcomer = next(waiting, None)
+        for sequence in prefilling:
+            while newcomer is not None and not draft.is_admission_closed and newcomer.order < sequence.order:
+                yield newcomer
+                newcomer = next(waiting, None)
+            if sequence.state is SequenceState.RUNNING:
+                yield sequence
+        while newcomer is not None and not draft.is_admission_closed:
+            yield newcomer
+            newcomer = next(waiting, None)
+
+    def _take_in(self, sequence: Sequence, draft: StepDraft) -> bool:
+        """Makes a waiting sequence running unless it has to wait for a block, its turn, time or memory."""
+        if self._awaits_block(sequence):
             return False
-        for victim in victims:
-            self._preempt(victim, draft)
-        self._waiting.remove(sequence)
-        sequence.state = SequenceState.RUNNING
-        self._running[sequence.sequence_id] = sequence
+        found = self._memory.find(sequence.block_hashes)
+        next_hash = sequence.block_hashes[len(found)] if len(found) < len(sequence.block_hashes) else None
+        if next_hash is not None and self._in_flight.is_coming(next_hash, sequence.priority):
+            sequence.awaited_hash = next_hash
+            return False
+        num_found = min(len(found) * self._pool.block_size, sequence.num_tokens - 1)
+        if self._is_long(sequence, num_found):
+            num_long = sum(self._is_long(other, other.num_computed_tokens) for other in self._running)
+            if num_long >= self._limits.max_long_prefills:
+                draft.num_passed += 1
+                draft.is_admission_closed = draft.num_passed >= _MAX_PASSED
+                return False
+        admission = None
+        if draft.room_for_prefill(num_found, 1) > 0:
+            admission = self._admission.decide(sequence, found, self._running)
+        if admission is None:
+            # Nobody overtakes a sequence that waits for memory, or large ones would wait for ever.
+            draft.is_admission_closed = True
+            return False
+        self._admit(sequence, found[: admission.num_found], admission, draft)
         return True
 
-    def _has_room(self, sequence: Sequence, victims: list[Sequence]) -> bool:
-        """Whether `sequence` fits beside the running ones but for `victims`, all counted with their known tokens."""
-        stays = [other for other in self._running.values() if other not in victims]
-        needed = sum(self._pool.num_blocks_for(other.num_tokens) - len(other.block_table) for other in stays)
-        needed += self._pool.num_blocks_for(sequence.num_tokens) + (self._watermark if stays else 0)
-        free = self._pool.num_free + sum(len(victim.block_table) for victim in victims)
-        return len(stays) < self._limits.max_running and needed <= free
+    def _awaits_block(self, sequence: Sequence) -> bool:
+        """Whether the block that it was found to wait for is still on its way."""
+        awaited = sequence.awaited_hash
+        if awaited is None:
+            return False
+        if not self._memory.is_findable(awaited) and self._in_flight.is_coming(awaited, sequence.priority):
+            return True
+        sequence.awaited_hash = None
+        return False
 
-    def _extend(self, sequence: Sequence, num_tokens: int, draft: _Draft) -> None:
-        """Adds tokens of a running sequence to the plan, taking blocks from the last in order when none are free."""
-        end = sequence.num_computed_tokens + draft.chunks.get(sequence.sequence_id, 0) + num_tokens
-        num_missing = self._pool.num_blocks_for(end) - len(sequence.block_table)
+    def _admit(self, sequence: Sequence, found: list[int | None], admission: Admission, draft: StepDraft) -> None:
+        for victim in admission.victims:
+            self._preempt(victim, draft)
+        num_cached = min(len(found) * self._pool.block_size, sequence.num_tokens - 1)
+        sequence.block_table = self._memory.acquire(
+            sequence.block_hashes, found, is_last_private=admission.is_last_private
+        )
+        if sequence.state is SequenceState.WAITING:
+            sequence.num_cached_tokens = num_cached
+        self._num_cached_prompt_tokens += num_cached
+        sequence.num_computed_tokens = num_cached
+        sequence.num_published_blocks = len(found) - admission.is_last_private
+        sequence.num_admitted_tokens = sequence.num_tokens
+        sequence.state = SequenceState.RUNNING
+        _take_out(self._waiting, sequence)
+        insort(self._running, sequence, key=_by_order)
+        self._in_flight.start(sequence)
+        draft.admitted.add(sequence.sequence_id)
+
+    def _extend_prefill(self, sequence: Sequence, most: int, draft: StepDraft) -> None:
+        start = draft.end_of(sequence)
+        num_tokens = draft.room_for_prefill(start, min(sequence.num_tokens - start, most))
+        if num_tokens > 0 and self._grow(sequence, start + num_tokens, draft):
+            draft.extend_prefill(sequence, num_tokens)
+
+    def _grow(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
+        """Gets blocks for so many tokens, from the last in order when none are free; False when that is itself."""
+        num_missing = self._pool.num_blocks_for(num_tokens) - len(sequence.block_table)
+        if num_missing <= 0:
+            return True
         while num_missing > self._pool.num_free:
-            victim = max(self._running.values(), key=_by_order)
+            draft.is_short_of_blocks = True
+            victim = self._running[-1]
             self._preempt(victim, draft)
             if victim is sequence:
-                return
-        if num_missing > 0:
-            sequence.block_table += self._pool.allocate(num_missing)
-        if num_tokens:
-            draft.extend(sequence.sequence_id, num_tokens)
+                return False
+        sequence.block_table += self._memory.allocate(num_missing)
+        return True
 
-    def _preempt(self, victim: Sequence, draft: _Draft) -> None:
-        del self._running[victim.sequence_id]
-        self._release(victim)
+    def _preempt(self, victim: Sequence, draft: StepDraft) -> None:
+        draft.preempt(victim)
+        self._stop(victim)
         victim.state = SequenceState.PREEMPTED
-        insort(self._waiting, victim, key=_by_order)
-        draft.preempt(victim.sequence_id)
+        self._enqueue(victim)
         self._num_preempted += 1
 
-    def _release(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.block_table)
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._hash_blocks(sequence, sequence.num_tokens // self._pool.block_size)
+        insort(self._waiting, sequence, key=_by_order)
+
+    def _stop(self, sequence: Sequence) -> None:
+        """Takes a running sequence's blocks; their published content stays findable."""
+        _take_out(self._running, sequence)
+        self._in_flight.stop(sequence)
+        self._memory.release(sequence.block_table)
         sequence.block_table = []
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_published_blocks = 0
 
-    def _is_long(self, sequence: Sequence) -> bool:
-        return sequence.num_uncomputed_tokens > self._limits.long_prefill_tokens
+    def _publish(self, sequence: Sequence) -> None:
+        """Makes the blocks findable that became full, with all their tokens computed."""
+        num_known = len(sequence.block_hashes)
+        num_full = sequence.num_computed_tokens // self._pool.block_size
+        self._hash_blocks(sequence, num_full)
+        for index in range(sequence.num_published_blocks, num_full):
+            block_hash = sequence.block_hashes[index]
+            if index < num_known:
+                self._in_flight.finish(sequence, block_hash)
+            self._memory.publish(sequence.block_table[index], block_hash)
+        sequence.num_published_blocks = num_full
 
-    def _running_in_order(self) -> Iterator[Sequence]:
-        return iter(sorted(self._running.values(), key=_by_order))
+    def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
+        """Hashes the first blocks of a sequence that were not hashed yet."""
+        root, hashes, size = sequence.prefix_root, sequence.block_hashes, self._pool.block_size
+        if root is not None:
+            for index in range(len(hashes), num_blocks):
+                parent = hashes[-1] if hashes else None
+                hashes.append(extend_block_hash(root, parent, sequence.token_ids[index * size : (index + 1) * size]))
 
-    def _describe(self, sequence: Sequence, num_tokens: int) -> PlannedSequence:
-        start = sequence.num_computed_tokens
-        return PlannedSequence(
-            sequence_id=sequence.sequence_id,
-            start=start,
-            token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
-            block_table=tuple(sequence.block_table),
-            is_sampled=start + num_tokens == sequence.num_tokens,
-        )
+    def _is_long(self, sequence: Sequence, num_present: int) -> bool:
+        return sequence.num_tokens - num_present > self._limits.long_prefill_tokens
+
+
+def _take_out(ordered: list[Sequence], sequence: Sequence) -> None:
+    index = bisect_left(ordered, sequence.order, key=_by_order)
+    assert ordered[index] is sequence
+    del ordered[index]
+
+
+def _describe(sequence: Sequence, num_tokens: int) -> PlannedSequence:
+    start = sequence.num_computed_tokens
+    return PlannedSequence(
+        sequence_id=sequence.sequence_id,
+        start=start,
+        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
+        block_table=tuple(sequence.block_table),
+        is_sampled=start + num_tokens == sequence.num_tokens,
+    )

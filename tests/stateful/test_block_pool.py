@@ -14,6 +14,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def make_pool(self, num_blocks):
         self.pool = BlockPool(num_blocks=num_blocks, block_size=16)
         self.counts = [0] * num_blocks
+        self.kept = set()
 
     @rule(target=held, count=st.integers(0, 8))
     def allocate(self, count):
@@ -28,6 +29,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block in blocks:
             assert self.counts[block] == 0, "a held block was handed out again"
             self.counts[block] = 1
+            self.kept.discard(block)
         return blocks
 
     @rule(target=held, blocks=held)
@@ -39,6 +41,27 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.counts[block] += 1
         return shared
 
+    @rule(blocks=held)
+    def keep(self, blocks):
+        for block in blocks:
+            if self.counts[block] > 0:
+                self.pool.keep(block)
+                self.kept.add(block)
+
+    @rule(target=held)
+    def share_what_is_kept(self):
+        kept = [block for block in self.kept if self.counts[block] == 0][:2]
+        for block in kept:
+            self.pool.share(block)
+            self.counts[block] += 1
+        return kept
+
+    @rule()
+    def forget(self):
+        unheld = {block for block in self.kept if self.counts[block] == 0}
+        assert set(self.pool.forget_unheld()) == unheld
+        self.kept -= unheld
+
     @rule(blocks=consumes(held))
     def release(self, blocks):
         self.pool.release(blocks)
@@ -49,6 +72,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def counts_are_conserved(self):
         self.pool.check_integrity()
         assert self.pool.num_free == self.counts.count(0)
+        assert {block for block in range(self.pool.num_blocks) if self.pool.is_kept(block)} == self.kept
         assert [self.pool.num_references(block) for block in range(self.pool.num_blocks)] == self.counts
 
 

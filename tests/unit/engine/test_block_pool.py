@@ -38,6 +38,51 @@ def test_sharing_a_free_block_is_an_error():
         make_pool().share(2)
 
 
+def test_content_can_be_shared_again_until_its_block_is_taken():
+    pool = make_pool(num_blocks=1)
+    (block,) = pool.allocate(1)
+    pool.keep(block)
+    pool.release([block])
+    assert pool.num_free == 1
+    pool.share(block)
+    pool.release([block])
+    pool.allocate(1)
+    pool.release([block])
+    with pytest.raises(BlockAccountingError, match="free"):
+        pool.share(block)
+
+
+def test_blocks_without_content_are_taken_first_and_then_the_least_recently_released():
+    pool = make_pool(num_blocks=5)
+    a, b, c, d, e = pool.allocate(5)
+    for block in (a, b, c):
+        pool.keep(block)
+    pool.release([c])
+    pool.release([a, b])
+    pool.release([d, e])
+    pool.share(c)
+    pool.release([c])
+    assert pool.allocate(5) == [e, d, a, b, c]
+
+
+def test_forgotten_content_cannot_be_shared():
+    pool = make_pool()
+    held, unheld = pool.allocate(2)
+    pool.keep(held)
+    pool.keep(unheld)
+    pool.release([unheld])
+    assert pool.forget_unheld() == [unheld]
+    assert pool.is_kept(held)
+    with pytest.raises(BlockAccountingError, match="free"):
+        pool.share(unheld)
+    pool.check_integrity()
+
+
+def test_a_free_block_has_no_content_to_keep():
+    with pytest.raises(BlockAccountingError, match="block 0 is free"):
+        make_pool().keep(0)
+
+
 def test_the_block_released_last_is_taken_first():
     pool = make_pool()
     first, second = pool.allocate(2)
@@ -54,6 +99,6 @@ def test_tokens_need_whole_blocks(num_tokens, num_blocks):
 def test_integrity_check_finds_a_held_block_in_the_free_list():
     pool = make_pool()
     (block,) = pool.allocate(1)
-    pool._free[block] = None
+    pool._blank.append(block)
     with pytest.raises(BlockAccountingError, match=f"block {block}"):
         pool.check_integrity()

@@ -15,6 +15,8 @@ def make_scheduler(*, num_blocks=100, max_running=8, token_budget=64, max_long_p
         token_budget=token_budget,
         max_long_prefills=max_long_prefills,
         long_prefill_tokens=long_prefill_tokens,
+        initial_growth_ratio=0.0,
+        min_growth_ratio=0.0,
     )
     return StepScheduler(pool=BlockPool(num_blocks=num_blocks, block_size=4), limits=limits)
 

@@ -1,0 +1,193 @@
+"""Whole schedules on a memory of tokens: shared prefixes, classes, aborts, failures, tiny pools, with and without host.
+
+After every step all parts agree, and every block that a step reads holds the tokens of the sequence that reads it.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
+from service_kit.prefix_hash import digest_of, prefix_root
+from tests.support.fake_kv import FakeKv
+
+BLOCK_SIZE = 4
+ROOTS = [prefix_root(model_fingerprint="model", tenant_salt=salt) for salt in ("one", "two")]
+
+
+@dataclass
+class Rig:
+    """A scheduler, the memory that its plans are executed on, and what was ever added."""
+
+    num_blocks: int
+    num_host_blocks: int
+    limits: StepLimits
+    live: dict = field(default_factory=dict)
+    known: list = field(default_factory=list)
+    findable: set = field(default_factory=set)
+
+    def __post_init__(self):
+        pool = BlockPool(num_blocks=self.num_blocks, block_size=BLOCK_SIZE)
+        self.scheduler = StepScheduler(pool=pool, limits=self.limits, num_host_blocks=self.num_host_blocks)
+        self.kv = FakeKv(num_blocks=self.num_blocks, block_size=BLOCK_SIZE, num_host_blocks=self.num_host_blocks)
+
+    def add(self, *, prompt, output, priority, root):
+        sequence = Sequence(
+            sequence_id=f"s{len(self.known)}",
+            token_ids=list(prompt),
+            num_prompt_tokens=len(prompt),
+            max_total_tokens=len(prompt) + output,
+            priority=priority,
+            prefix_root=root,
+        )
+        try:
+            self.scheduler.add(sequence)
+        except NeverFitsError:
+            return
+        self.known.append(sequence)
+        self.live[sequence.sequence_id] = sequence
+
+    def abort(self, number):
+        if self.live:
+            self._remove(sorted(self.live)[number % len(self.live)])
+
+    def step(self, *, failing=None, moves_fail=False):
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        assert sum(len(planned.token_ids) for planned in plan.sequences) <= self.limits.token_budget
+        assert bool(plan.sequences) == bool(self.live), "every step advances somebody"
+        if moves_fail and plan.moves:
+            self._fail_moves(plan)
+            return
+        self.kv.move(plan.moves)
+        failed = (
+            {plan.sequences[failing % len(plan.sequences)].sequence_id} if failing is not None and self.live else ()
+        )
+        self.kv.compute(plan, self.live, failing=failed)
+        for sequence_id in failed:
+            self._remove(sequence_id)
+        sampled = {
+            planned.sequence_id: next_token(self.live[planned.sequence_id])
+            for planned in plan.sequences
+            if planned.is_sampled and planned.sequence_id in self.live
+        }
+        self.scheduler.update(plan, sampled)
+        self.scheduler.observe(plan, 0.01 + 0.001 * plan.num_tokens)
+        self._check()
+        for sequence in list(self.live.values()):
+            if sequence.num_tokens == sequence.max_total_tokens:
+                self._remove(sequence.sequence_id)
+
+    def drain(self):
+        """All that is left must end, in no more steps than if each sequence ran alone and lost its blocks each time."""
+        most = sum(sequence.max_total_tokens for sequence in self.live.values()) * (len(self.live) + 1)
+        for _ in range(most):
+            if not self.live:
+                return
+            self.step()
+        assert not self.live, "the schedule does not end"
+
+    def _fail_moves(self, plan):
+        self.kv.spoil(plan.moves)
+        for planned in plan.sequences:
+            self._remove(planned.sequence_id)
+        self.scheduler.drop_cached()
+        self._check()
+
+    def _remove(self, sequence_id):
+        self.scheduler.remove(sequence_id)
+        del self.live[sequence_id]
+        self.scheduler.check_integrity()
+
+    def _check(self):
+        self.scheduler.check_integrity()
+        self.kv.check_names(self.scheduler._memory, self.known)
+        for sequence in self.live.values():
+            self.kv.check(sequence, sequence.block_table, sequence.num_computed_tokens)
+        changes = self.scheduler.take_cache_changes()
+        assert self.findable.isdisjoint(changes.added)
+        assert self.findable.issuperset(changes.removed)
+        self.findable = (self.findable | set(changes.added)) - set(changes.removed)
+        assert self.findable == {digest_of(name) for name in self.scheduler._memory._findable()}
+        assert self.scheduler.num_cached_blocks == len(self.findable)
+
+
+def next_token(sequence):
+    """Equal contexts go on equally, so that output is shared as well."""
+    return (sum(sequence.token_ids) + sequence.num_tokens) % 3
+
+
+# A few stems, so that prompts share prefixes of several blocks and part in the middle of one.
+_stems = st.sampled_from([[1] * 24, [1] * 10 + [2] * 14, [1] * 8 + [2] * 16, [2] * 24, [0, 1, 2] * 8])
+_prompts = st.builds(
+    lambda stem, length, rest: (stem[:length] + rest) or [0],
+    _stems,
+    st.integers(0, 24),
+    st.lists(st.integers(0, 2), max_size=5),
+)
+_adds = st.fixed_dictionaries(
+    {
+        "prompt": _prompts,
+        "output": st.integers(1, 14),
+        "priority": st.integers(0, 2),
+        "root": st.sampled_from([ROOTS[0], ROOTS[0], ROOTS[0], ROOTS[1], None]),
+    }
+)
+_events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), _adds),
+        st.tuples(st.just("add"), _adds),
+        st.tuples(st.just("steps"), st.integers(1, 6)),
+        st.tuples(st.just("steps"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 20)),
+        st.tuples(st.just("fail"), st.integers(0, 20)),
+        st.tuples(st.just("fail moves"), st.integers(1, 4)),
+    ),
+    min_size=4,
+    max_size=40,
+)
+
+
+@st.composite
+def _rigs(draw):
+    max_running = draw(st.integers(1, 6))
+    minimum = draw(st.sampled_from([0.0, 0.1]))
+    return Rig(
+        num_blocks=draw(st.integers(6, 22)),
+        num_host_blocks=draw(st.sampled_from([0, 0, 1, 2, 5, 30])),
+        limits=StepLimits(
+            max_running=max_running,
+            token_budget=max_running + draw(st.integers(0, 40)),
+            max_long_prefills=draw(st.integers(1, 2)),
+            long_prefill_tokens=draw(st.integers(3, 20)),
+            target_step_s=draw(st.sampled_from([None, None, 0.012, 0.02])),
+            min_prefill_tokens=draw(st.integers(1, 8)),
+            initial_growth_ratio=draw(st.sampled_from([minimum, 0.5])),
+            min_growth_ratio=minimum,
+        ),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(rig=_rigs(), events=_events)
+def test_every_step_of_any_schedule_reads_the_right_blocks_and_every_sequence_ends(rig, events):
+    for kind, value in events:
+        if kind == "add":
+            rig.add(**value)
+        elif kind == "abort":
+            rig.abort(value)
+        elif kind == "fail":
+            rig.step(failing=value)
+        elif kind == "fail moves":
+            rig.step(moves_fail=True)
+        else:
+            for _ in range(value):
+                rig.step()
+    rig.drain()
+    assert rig.scheduler.num_running == rig.scheduler.num_waiting == 0
+    rig.scheduler.drop_cached()
+    rig._check()
+    assert rig.findable == set()
