@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from service_kit.errors import SluiceError
 from sluice.client import SluiceClient
-from sluice.client_events import Accepted, Event, Finished, Output, Reconnecting
+from sluice.client_events import Accepted, Event, Finished, Output, Reconnecting, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class Answer:
     first_token_s: float | None
     tokens_per_s: float | None
     num_reconnects: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     def describe(self) -> list[str]:
         """The statistics, for people."""
@@ -38,6 +39,15 @@ class Answer:
             lines.append(f"reconnected {self.num_reconnects} times")
         return lines
 
+    def describe_logprobs(self) -> list[str]:
+        """One line per output token, for people: its number, its text, its log probability, and the most probable ones."""
+        width = max((len(_shown(each.token, each.token_id)) for each in self.logprobs), default=0)
+        return [
+            f"{number:>5}  {_shown(each.token, each.token_id):<{width}} {each.logprob:>9.4f}"
+            + "".join(f"  {_shown(other.token, other.token_id)} {other.logprob:.4f}" for other in each.top)
+            for number, each in enumerate(self.logprobs, 1)
+        ]
+
 
 async def read_answer(
     events: AsyncGenerator[Event, None],
@@ -50,6 +60,7 @@ async def read_answer(
     started_s = clock()
     accepted: Accepted | None = None
     texts: list[str] = []
+    logprobs: list[TokenLogprob] = []
     arrivals: list[tuple[float, int]] = []
     num_reconnects = 0
     async for event in events:
@@ -59,6 +70,7 @@ async def read_answer(
             case Output():
                 arrivals.append((clock(), len(event.token_ids)))
                 texts.append(event.text)
+                logprobs += event.logprobs
                 write(event.text)
             case Reconnecting():
                 num_reconnects += 1
@@ -73,6 +85,7 @@ async def read_answer(
                     first_token_s=arrivals[0][0] - started_s if arrivals else None,
                     tokens_per_s=_rate(arrivals),
                     num_reconnects=num_reconnects,
+                    logprobs=tuple(logprobs),
                 )
     raise AssertionError("a stream of the client ends with Finished or an error")
 
@@ -94,6 +107,14 @@ async def read_or_cancel(
             async with asyncio.timeout(2):
                 await client.cancel(request_id=request_id)
         raise
+
+
+def _shown(token: bytes, token_id: int) -> str:
+    """A token in quotes; what cannot be printed as its escape, a special token as its id."""
+    if not token:
+        return f"<{token_id}>"
+    text = token.decode(errors="backslashreplace")
+    return '"' + "".join(each if each.isprintable() else repr(each)[1:-1] for each in text) + '"'
 
 
 def _rate(arrivals: list[tuple[float, int]]) -> float | None:

@@ -1,5 +1,6 @@
 """Between the public protos and the client's own types."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
@@ -8,7 +9,19 @@ from inference.v1 import inference_pb2, types_pb2
 from service_kit.delta import Cursor
 from service_kit.errors import InternalError, InvalidArgumentError
 from service_kit.sampling import FinishReason
-from sluice.client_events import Accepted, Event, Finished, Input, Message, Output, Sampling, continue_from
+from sluice.client_events import (
+    Accepted,
+    Event,
+    Finished,
+    Input,
+    Message,
+    Output,
+    Sampling,
+    StreamBrokenError,
+    TokenLogprob,
+    TopLogprob,
+    continue_from,
+)
 
 StreamResponse = inference_pb2.GenerateResponse | inference_pb2.StreamGenerationResponse
 
@@ -49,6 +62,16 @@ def _sampling_to_proto(sampling: Sampling) -> types_pb2.Sampling:
         stop=sampling.stop,
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
+        min_output_tokens=sampling.min_output_tokens,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=[
+            types_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias.items()
+        ],
+        include_stop=sampling.include_stop,
+        logprobs=sampling.logprobs,
     )
 
 
@@ -95,13 +118,33 @@ def accepted_from_proto(accepted: types_pb2.Accepted) -> Accepted:
     )
 
 
+def logprobs_from_proto(
+    token_ids: Sequence[int], logprobs: Sequence[types_pb2.TokenLogprob]
+) -> tuple[TokenLogprob, ...]:
+    """Of the tokens of one delta, or of a whole record. Raises StreamBrokenError when only some tokens have any."""
+    if logprobs and len(logprobs) != len(token_ids):
+        raise StreamBrokenError(f"{len(token_ids)} tokens came with {len(logprobs)} log probabilities")
+    return tuple(
+        TokenLogprob(
+            token_id=token_id,
+            token=each.token,
+            logprob=each.logprob,
+            top=tuple(
+                TopLogprob(token_id=other.token_id, token=other.token, logprob=other.logprob) for other in each.top
+            ),
+        )
+        for token_id, each in zip(token_ids, logprobs, strict=False)
+    )
+
+
 def events_from_delta(delta: types_pb2.Delta, cursor: Cursor) -> list[Event]:
     """The events of one delta for a reader at `cursor`. Raises StreamBrokenError when it does not continue there."""
     events: list[Event] = []
     if delta.token_ids:
         end = cursor_from_proto(delta.cursor)
         reached = continue_from(cursor, first=delta.first_sequence_number, token_ids=delta.token_ids, end=end)
-        events.append(Output(token_ids=tuple(delta.token_ids), text=delta.text, cursor=reached))
+        logprobs = logprobs_from_proto(delta.token_ids, delta.logprobs)
+        events.append(Output(token_ids=tuple(delta.token_ids), text=delta.text, cursor=reached, logprobs=logprobs))
     elif delta.text:
         events.append(Output(token_ids=(), text=delta.text, cursor=cursor))
     if delta.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED:

@@ -1,7 +1,7 @@
 """What a stream of the client yields, what a caller asks for, and the check that a stream continues. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from service_kit.delta import Cursor, extend_chain
 from service_kit.errors import DataLossError, UnavailableError
@@ -22,16 +22,28 @@ Input = str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling wishes; None leaves a value to the server's default."""
+    """Sampling wishes; None leaves a value to the server's default. Ranges and meanings stand in inference/v1/types.proto.
+
+    logit_bias: token id → what is added to its logit. logprobs: how many of the most probable tokens come with every
+    output token, beside its own log probability.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     max_output_tokens: int | None = None
+    min_output_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
     ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +58,36 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprob:
+    """One of the most probable tokens at a position; `token` is the bytes that it stands for."""
+
+    token_id: int
+    token: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The natural log probability of one output token, and the most probable tokens there, most probable first.
+
+    `token` is the bytes that the output token stands for: perhaps a part of a character. Empty for special tokens.
+    """
+
+    token_id: int
+    token: bytes
+    logprob: float
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """New tokens. `cursor` is where a reader stands that has this event."""
+    """New tokens. `cursor` is where a reader stands that has this event. `logprobs` has one entry per token when they were
+    asked for, otherwise none."""
 
     token_ids: tuple[int, ...]
     text: str
     cursor: Cursor
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

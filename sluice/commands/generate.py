@@ -10,6 +10,7 @@ from sluice.answer import Answer, read_or_cancel
 from sluice.client import ClientSettings, SluiceClient
 from sluice.client_events import Input, Message, Sampling
 from sluice.commands.access import client_settings, local_model
+from sluice.commands.sampling_options import with_sampling_options
 from sluice.console import say, write_text
 from sluice.errors import UserError
 from sluice.home import find_home
@@ -18,28 +19,18 @@ Target = Annotated[str | None, typer.Option(help="Gateway address(es), host:port
 Key = Annotated[str | None, typer.Option(help="API key; default: SLUICE_API_KEY, else the local stack's.")]
 Model = Annotated[str | None, typer.Option(help="Model; default: the one that the local stack runs.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest output, tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float | None, typer.Option(help="Smallest set of tokens with this much probability.")]
-TopK = Annotated[int | None, typer.Option(help="Only the k most probable tokens.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")]
 RequestId = Annotated[str | None, typer.Option(help="Idempotency key: the same one continues the same generation.")]
 PriorityClass = Annotated[str, typer.Option("--class", help="interactive, standard or batch.")]
 
 
-def generate_command(  # one option each; typer reads them from the signature
+@with_sampling_options
+def generate_command(
     prompt: Annotated[str, typer.Argument(help="The question, or with --raw plain text to continue.")],
     *,
     model: Model = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the plain text, without the chat template.")] = False,
     system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    sampling: Sampling,
     request_id: RequestId = None,
     priority_class: PriorityClass = "interactive",
     target: Target = None,
@@ -47,14 +38,6 @@ def generate_command(  # one option each; typer reads them from the signature
 ) -> None:
     """Ask a model, and stream the answer to stdout; the statistics go to stderr."""
     source: Input = prompt if raw else _conversation(system, Message(role="user", content=prompt))
-    sampling = Sampling(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        max_output_tokens=max_tokens,
-        stop=tuple(stop or ()),
-    )
     settings = client_settings(find_home(), target=target, api_key=api_key)
     asking = ask(
         settings,
@@ -66,23 +49,22 @@ def generate_command(  # one option each; typer reads them from the signature
     )
     answer = asyncio.run(asking)
     write_text("\n")
-    for line in answer.describe():
+    for line in (*answer.describe_logprobs(), *answer.describe()):
         say(line)
 
 
+@with_sampling_options
 def chat_command(
     *,
     model: Model = None,
     system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
+    sampling: Sampling,
     target: Target = None,
     api_key: Key = None,
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
     settings = client_settings(find_home(), target=target, api_key=api_key)
     name = _require_model(model)
-    sampling = Sampling(temperature=temperature, max_output_tokens=max_tokens)
     messages = _conversation(system)
     while True:
         try:
@@ -98,7 +80,8 @@ def chat_command(
             write_text("\n")
             continue
         write_text("\n")
-        say("; ".join(answer.describe()))
+        for line in (*answer.describe_logprobs(), "; ".join(answer.describe())):
+            say(line)
         messages += [question, Message(role="assistant", content=answer.text)]
 
 

@@ -26,6 +26,8 @@ from sluice.client_events import (
     Reconnecting,
     Sampling,
     StreamBrokenError,
+    TokenLogprob,
+    TopLogprob,
 )
 from sluice.retry import RetryPolicy
 from sluice.sync_client import SyncSluiceClient
@@ -120,6 +122,54 @@ async def test_a_stream_yields_accepted_then_numbered_output_then_the_end_with_u
     assert not request.delivery.HasField("deadline")
     assert not request.HasField("cursor")
     assert service.metadata[0]["authorization"] == "Bearer key-1"
+
+
+async def test_every_wish_reaches_the_service_and_what_is_not_wished_is_left_out(
+    client: SluiceClient, service: ScriptedService
+) -> None:
+    wishes = Sampling(
+        min_output_tokens=0,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={7: -100, 3: 0.5},
+        include_stop=True,
+        logprobs=0,
+    )
+    await _collect(client.generate("m", "hi", sampling=wishes))
+    await _collect(client.generate("m", "hi"))
+    wished, unset = (request.spec.sampling for request in service.requests)
+    assert wished == types_pb2.Sampling(
+        min_output_tokens=0,
+        min_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias=[types_pb2.LogitBias(token_id=7, bias=-100), types_pb2.LogitBias(token_id=3, bias=0.5)],
+        include_stop=True,
+        logprobs=0,
+    )
+    assert unset == types_pb2.Sampling()
+
+
+async def test_log_probabilities_come_with_their_tokens(client: SluiceClient, service: ScriptedService) -> None:
+    def add_logprobs(delta: types_pb2.Delta) -> None:
+        for token_id in delta.token_ids:
+            top = types_pb2.TopLogprob(token_id=token_id + 1, logprob=-0.25, token=b"\xe2")
+            delta.logprobs.add(logprob=-token_id, token=b"x", top=[top])
+
+    service.steps = [Step(tamper=add_logprobs)]
+    events = await _collect(client.generate("m", "hi", sampling=Sampling(logprobs=1)))
+    assert [each for event in events if isinstance(event, Output) for each in event.logprobs] == [
+        TokenLogprob(
+            token_id=token_id,
+            token=b"x",
+            logprob=-token_id,
+            top=(TopLogprob(token_id=token_id + 1, token=b"\xe2", logprob=-0.25),),
+        )
+        for token_id in OUTPUT
+    ]
 
 
 @pytest.mark.parametrize("position", range(len(OUTPUT) + 1))
@@ -231,7 +281,11 @@ def _repeat_a_number(delta: types_pb2.Delta) -> None:
     delta.first_sequence_number = 1
 
 
-@pytest.mark.parametrize("tamper", [_skip_a_number, _change_a_token])
+def _leave_out_a_log_probability(delta: types_pb2.Delta) -> None:
+    delta.logprobs.extend([types_pb2.TokenLogprob()] * (len(delta.token_ids) - 1))
+
+
+@pytest.mark.parametrize("tamper", [_skip_a_number, _change_a_token, _leave_out_a_log_probability])
 async def test_output_that_does_not_continue_what_was_shown_is_never_passed_on(
     client: SluiceClient, service: ScriptedService, tamper: Any
 ) -> None:

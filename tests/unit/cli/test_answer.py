@@ -3,7 +3,7 @@ from collections.abc import AsyncGenerator, Sequence
 from service_kit.delta import Cursor
 from service_kit.sampling import FinishReason
 from sluice.answer import Answer, read_answer
-from sluice.client_events import Accepted, Event, Finished, Output, Reconnecting
+from sluice.client_events import Accepted, Event, Finished, Output, Reconnecting, TokenLogprob, TopLogprob
 
 ACCEPTED = Accepted(generation_id="g-1", request_id="r-1", is_created=True, state="QUEUED", prompt_tokens=7)
 FINISHED = Finished(
@@ -58,3 +58,25 @@ async def test_a_reconnection_is_told_and_counted_and_stays_out_of_the_text() ->
     assert "".join(written) == answer.text == "ab"
     assert notices == ["[UNAVAILABLE; continuing in 0.5 s]"]
     assert answer.describe()[-1] == "reconnected 1 times"
+
+
+def _logprob(token_id: int, token: bytes, logprob: float, *top: tuple[int, bytes, float]) -> TokenLogprob:
+    others = tuple(TopLogprob(token_id=each, token=text, logprob=value) for each, text, value in top)
+    return TokenLogprob(token_id=token_id, token=token, logprob=logprob, top=others)
+
+
+async def test_log_probabilities_are_a_line_per_token_in_order_of_the_output() -> None:
+    first = _logprob(5, b" Paris", -0.01, (5, b" Paris", -0.01), (6, b"\n", -5.5))
+    second, third = _logprob(7, b"\xe2\x82", -2.0), _logprob(2, b"", -0.5)
+    outputs = [
+        Output(token_ids=(5, 7), text=" Paris", cursor=Cursor(), logprobs=(first, second)),
+        Output(token_ids=(2,), text="", cursor=Cursor(), logprobs=(third,)),
+    ]
+    answer, _, _ = await _read([ACCEPTED, *outputs, FINISHED], [0, 1, 2])
+    assert answer.describe_logprobs() == [
+        '    1  " Paris"     -0.0100  " Paris" -0.0100  "\\n" -5.5000',
+        '    2  "\\xe2\\x82"   -2.0000',
+        "    3  <2>          -0.5000",
+    ]
+    plain, _, _ = await _read([ACCEPTED, _output("a", 1), FINISHED], [0, 1])
+    assert plain.describe_logprobs() == []

@@ -2,14 +2,16 @@ import io
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from service_kit.sampling import FinishReason
 from sluice.__main__ import build_app
 from sluice.answer import Answer
-from sluice.client_events import Finished
+from sluice.client_events import Finished, Sampling
 from sluice.commands.demo import Outcome, find_problems
 from sluice.commands.models import require_model
+from sluice.commands.sampling_options import with_sampling_options
 from sluice.commands.status import StoreStatus, render_status
 from sluice.console import PrefixedLog
 from sluice.errors import UserError
@@ -99,6 +101,59 @@ def test_every_command_is_shown_by_help_and_one_is_loaded_when_it_is_named() -> 
     only = CliRunner().invoke(build_app(["models", "list"]), ["--help"])
     assert " models " in only.output
     assert " generate " not in only.output
+
+
+def _wishes_of(*options: str) -> Sampling:
+    """What a command gets from its command line."""
+    wishes: list[Sampling] = []
+
+    @with_sampling_options
+    def command(name: str, *, is_loud: bool = False, sampling: Sampling) -> None:
+        assert (name, is_loud) == ("you", True)
+        wishes.append(sampling)
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, ["you", "--is-loud", *options])
+    if result.exception is not None:
+        raise result.exception
+    return wishes[0]
+
+
+def test_every_sampling_parameter_is_an_option_and_the_rest_is_left_to_the_server() -> None:
+    assert _wishes_of() == Sampling()
+    options = (
+        "--max-tokens 9 --min-output-tokens 2 --temperature 0.5 --top-p 0.9 --top-k 3 --min-p 0.1 --repetition-penalty 1.1"
+        " --presence-penalty -0.5 --frequency-penalty 0.25 --logit-bias 42=-100 --logit-bias 7=1.5 --seed 5 --stop a"
+        " --stop b --include-stop --logprobs 0"
+    )
+    assert _wishes_of(*options.split()) == Sampling(
+        max_output_tokens=9,
+        min_output_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={42: -100.0, 7: 1.5},
+        seed=5,
+        stop=("a", "b"),
+        include_stop=True,
+        logprobs=0,
+    )
+
+
+@pytest.mark.parametrize("bias", ["42", "42=", "=1", "a=1", "-1=1", "4294967296=1"])
+def test_a_bias_that_is_none_is_refused_as_it_was_written(bias: str) -> None:
+    with pytest.raises(UserError, match=f"--logit-bias {bias}"):
+        _wishes_of(f"--logit-bias={bias}")
+
+
+def test_two_biases_of_one_token_are_refused() -> None:
+    with pytest.raises(UserError, match="token 7 has a bias already"):
+        _wishes_of("--logit-bias", "7=1", "--logit-bias", "7=2")
 
 
 def test_a_model_is_refused_when_it_is_absent_or_for_the_other_engine(tmp_path: Path) -> None:
