@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from service_kit.delta import Cursor
-from sluice.client_events import Accepted, Event, Finished, Output
+from sluice.client_events import Accepted, Event, Finished, Output, TokenLogprob
 
 
 class Reader:
@@ -30,6 +30,10 @@ class Reader:
     @property
     def token_ids(self) -> tuple[int, ...]:
         return tuple(token_id for event in self.events if isinstance(event, Output) for token_id in event.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprob, ...]:
+        return tuple(logprob for event in self.events if isinstance(event, Output) for logprob in event.logprobs)
 
     @property
     def text(self) -> str:
