@@ -99,6 +99,7 @@ class EngineProcess:
         self._progress = progress
         self._clock = clock
         self._hung_reason = ""
+        self._is_ready = False
         self.is_progressing = False
         """Whether the last look of `watch` found recent progress."""
         self._is_closed = False
@@ -131,6 +132,7 @@ class EngineProcess:
             raise EngineLostError(f"not ready within {timeout.total_seconds():g} s") from error
         if not isinstance(frame, ReadyFrame):
             raise EngineLostError(f"{type(frame).__name__} before it was ready")
+        self._is_ready = True
         return frame.capabilities
 
     async def next_frame(self) -> OutputFrame | RefusedFrame:
@@ -163,11 +165,14 @@ class EngineProcess:
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
     async def close(self, grace: timedelta) -> None:
-        """Ends the process: end of file, `grace` to go by itself, then SIGKILL. Idempotent."""
+        """Ends the process: end of file, `grace` to go by itself, then SIGKILL. One that still loads would not see the end
+        of file and has nothing to finish: it is killed at once. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         self._writer.close()
+        if not self._is_ready:
+            self._kill()
         try:
             async with asyncio.timeout(grace.total_seconds()):
                 await self._process.wait()

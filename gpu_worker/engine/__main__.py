@@ -21,7 +21,7 @@ from gpu_worker.engine.process import EngineLoop
 from gpu_worker.engine.progress import ProgressPage
 from gpu_worker.engine.simulated import SIMULATED_PRECISION, SimulatedSettings, load_simulated_engine
 from service_kit.environment import Environment
-from service_kit.logging import LogFormat, configure_logging
+from service_kit.logging import LogFormat, configure_logging, get_logger
 from service_kit.model_manifest import read_manifest
 
 _PR_SET_PDEATHSIG = 1
@@ -35,14 +35,17 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="model directory")
     parser.add_argument("--settings", default="{}", help="settings of the engine as a JSON object")
     arguments = parser.parse_args()
+    connection = socket.socket(fileno=arguments.fd)
     _die_with_parent()
+    if _is_alone(connection):
+        return 0
     environment = Environment(os.environ)
     configure_logging(
         service="gpu_worker.engine",
         level=environment.text("SLUICE_LOG_LEVEL", "INFO"),
         log_format=LogFormat(environment.text("SLUICE_LOG_FORMAT", LogFormat.JSON)),
     )
-    connection = socket.socket(fileno=arguments.fd)
+    get_logger().info("engine_loads", model_directory=str(arguments.model))
     try:
         engine = load_engine(arguments.model, json.loads(arguments.settings))
     except Exception as error:
@@ -67,6 +70,16 @@ def _die_with_parent() -> None:
     """A hung engine does not read end of file: the kernel ends it with its parent where it can (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _is_alone(connection: socket.socket) -> bool:
+    """Whether the service process went before the kernel was told to end this one with it."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 if __name__ == "__main__":

@@ -60,13 +60,15 @@ class SimulatedSettings:
     """About one in so many tokens is EOS; 0 is never."""
     has_prompt_faults: bool = False
     """Whether fault markers in prompts are obeyed."""
+    load_s: float = 0.0
+    """How long loading takes."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_mode", TokenMode(self.token_mode))
         for name in ("num_blocks", "block_size", "max_running", "step_tokens"):
             if getattr(self, name) < 1:
                 raise InvalidSettingsError(f"{name}: must be at least 1")
-        for name in ("tokens_per_s", "prefill_tokens_per_s", "eos_one_in"):
+        for name in ("tokens_per_s", "prefill_tokens_per_s", "eos_one_in", "load_s"):
             if getattr(self, name) < 0:
                 raise InvalidSettingsError(f"{name}: must not be negative")
         if self.step_tokens < self.max_running:
@@ -102,7 +104,10 @@ def load_simulated_engine(
 ) -> "SimulatedEngine":
     """The engine for a model directory of precision "sim". Raises ModelFilesError, UnsupportedTokenizerError."""
     table = TokenTable.from_directory(directory)
-    return SimulatedEngine(read_manifest(directory), table, settings, world or SimulatedWorld())
+    world = world or SimulatedWorld()
+    if settings.load_s:
+        world.sleep(settings.load_s)
+    return SimulatedEngine(read_manifest(directory), table, settings, world)
 
 
 class SimulatedEngine:

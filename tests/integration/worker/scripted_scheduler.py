@@ -183,9 +183,9 @@ class AnnouncementDesk(scheduler_pb2_grpc.SchedulerServiceServicer):
             self.streams.append(stream)
         return scheduler_pb2.AnnounceWorkerResponse(scheduler_id="s", owner_epoch=epoch)
 
-    async def stream(self, number=0) -> ScriptedStream:
+    async def stream(self, number=0, *, within_s=30) -> ScriptedStream:
         """The stream of that number, once the worker said hello on it."""
-        await eventually(lambda: len(self.streams) > number and bool(self.streams[number].messages), within_s=30)
+        await eventually(lambda: len(self.streams) > number and bool(self.streams[number].messages), within_s=within_s)
         return self.streams[number]
 
     async def serve(self, listen="127.0.0.1:0"):

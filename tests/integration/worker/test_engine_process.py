@@ -1,13 +1,15 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
 
-from gpu_worker.engine.frames import OutputFrame, RefusedFrame
+from gpu_worker.engine.frames import AckFrame, OutputFrame, RefusedFrame, encode_frame
 from gpu_worker.engine.port import SequenceSpec
 from gpu_worker.engine.process import MAX_UNACKNOWLEDGED_STEPS
 from gpu_worker.engine.simulated_tokens import expected_output
@@ -107,6 +109,16 @@ async def test_the_engine_process_exits_at_end_of_file(model_directory):
         assert engine._process.returncode == 0
 
 
+async def test_a_paused_engine_process_exits_at_end_of_file_too(model_directory):
+    async with engine_process(model_directory) as engine:
+        await engine.wait_ready(START)
+        await engine.add([spec(max_output_tokens=50)])
+        for _ in range(MAX_UNACKNOWLEDGED_STEPS):
+            await engine.next_frame()
+        await engine.close(GRACE)
+        assert engine._process.returncode == 0
+
+
 async def test_a_killed_engine_process_is_noticed(model_directory):
     async with engine_process(model_directory) as engine:
         await engine.wait_ready(START)
@@ -124,7 +136,7 @@ async def test_a_crash_marker_ends_the_process(model_directory):
 
 
 async def test_a_hung_engine_is_killed_and_a_slow_one_is_not(model_directory):
-    limits = HangLimits(minimum=timedelta(seconds=1.5), steps=20)
+    limits = HangLimits(minimum=timedelta(seconds=1.5), steps=3)
     async with engine_process(model_directory, has_prompt_faults=True) as engine, asyncio.TaskGroup() as tasks:
         await engine.wait_ready(START)
         watch = tasks.create_task(engine.watch(limits))
@@ -150,6 +162,49 @@ async def test_a_broken_frame_ends_the_engine_with_a_clear_error(model_directory
         engine._writer.write(b"\x01\x00\x00\x00\xc1")
         with pytest.raises(EngineLostError, match="BrokenFrameError"):
             await asyncio.wait_for(engine.next_frame(), 10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BabblingCommand(EngineCommand):
+    """Starts a process that says `said` instead of frames, and then nothing more."""
+
+    said: bytes
+
+    def arguments(self, *, fd, progress_fd):
+        return [sys.executable, "-c", f"import os, time; os.write({fd}, {self.said!r}); time.sleep(600)"]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"\x01\x00\x00\x00\xc1", "not a frame"),
+        (b"\xff\xff\xff\xff", "bytes exceeds"),
+        (encode_frame(AckFrame(step=1)), "AckFrame before it was ready"),
+    ],
+)
+async def test_a_process_that_says_no_proper_frame_is_ended_with_the_reason(said, reason, tmp_path):
+    command = BabblingCommand(model_directory=tmp_path, said=said)
+    engine = await EngineProcess.spawn(command, clock=time.monotonic)
+    with pytest.raises(EngineLostError, match=reason):
+        await engine.wait_ready(START)
+    await engine.close(GRACE)
+    assert engine._process.returncode == -signal.SIGKILL
+
+
+async def test_loading_that_takes_longer_than_it_may_is_ended(model_directory):
+    async with engine_process(model_directory, load_s=600) as engine:
+        with pytest.raises(EngineLostError, match=r"not ready within 0\.2 s"):
+            await engine.wait_ready(timedelta(seconds=0.2))
+    assert engine._process.returncode == -signal.SIGKILL
+
+
+async def test_weights_that_are_cut_short_are_reported_by_the_native_engine(tmp_path):
+    make_tiny_llama(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    async with engine_process(tmp_path, num_blocks=32, max_running=4, threads=1) as engine:
+        with pytest.raises(EngineLostError, match=r"model\.safetensors"):
+            await engine.wait_ready(START)
 
 
 async def test_an_engine_that_cannot_load_says_why(tmp_path, model_directory):

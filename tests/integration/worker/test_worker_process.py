@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from contextlib import asynccontextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -20,7 +19,7 @@ from gpu_worker.session_stream import MAX_UNACKNOWLEDGED_BATCHES
 from inference.internal.v1 import worker_pb2
 from service_kit.grpc_client import open_channel
 from sluice.local.child import free_port
-from tests.integration.worker.scripted_scheduler import AnnouncementDesk, assignment
+from tests.integration.worker.scripted_scheduler import assignment
 from tests.support.polling import eventually
 from tests.support.tiny_models import encode
 
@@ -28,22 +27,9 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID = "b7ad6b7169203331"
 
 
-@pytest.fixture
-async def desks():
-    """Two schedulers: the desks and their addresses."""
-    epochs = iter(range(1, 1000))
-    made = [AnnouncementDesk(epochs), AnnouncementDesk(epochs)]
-    served = [await desk.serve() for desk in made]
-    yield made, [address for _, address in served]
-    for desk in made:
-        await desk.close()
-    for server, _ in served:
-        await server.stop(timedelta(0))
-
-
 @asynccontextmanager
-async def worker_process(model_directory, schedulers, *, settings=None, **environment):
-    """A running worker; it is killed at the end unless it has gone by itself."""
+async def worker_process(model_directory, schedulers, *, settings=None, log=None, **environment):
+    """A running worker; it is killed at the end unless it has gone by itself. `log` takes what it and its engine say."""
     address = f"127.0.0.1:{free_port()}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gpu_worker"),
@@ -56,6 +42,7 @@ async def worker_process(model_directory, schedulers, *, settings=None, **enviro
             "SLUICE_LOG_LEVEL": "WARNING",
             **environment,
         },
+        stderr=log,
     )
     process.address = address
     try:
@@ -76,11 +63,15 @@ async def health(address) -> int:
         await channel.close(None)
 
 
+def engine_pids(worker_pid: int) -> list[int]:
+    """The worker's children."""
+    return [int(pid) for pid in Path(f"/proc/{worker_pid}/task/{worker_pid}/children").read_text().split()]
+
+
 def engine_pid(worker_pid: int) -> int:
     """The worker's only child."""
-    children = Path(f"/proc/{worker_pid}/task/{worker_pid}/children").read_text().split()
-    assert len(children) == 1
-    return int(children[0])
+    (pid,) = engine_pids(worker_pid)
+    return pid
 
 
 def is_alive(pid: int) -> bool:
@@ -206,12 +197,13 @@ async def test_a_session_that_schedulers_count_as_over_is_given_up_without_a_new
         assert engine_pid(worker.pid) == engine
 
 
-async def test_a_killed_worker_leaves_no_engine_behind_even_a_hung_one(model_directory, desks):
+@pytest.mark.parametrize("fault", ["hang", "slow=600"])
+async def test_a_killed_worker_leaves_no_engine_behind_even_one_that_does_not_listen(fault, model_directory, desks):
     (desk, _), addresses = desks
     async with worker_process(model_directory, addresses[:1], settings={"has_prompt_faults": True}) as worker:
         stream = await desk.stream()
         engine = engine_pid(worker.pid)
-        await stream.assign(assignment(prompt="<<fault:hang>>"))
+        await stream.assign(assignment(prompt=f"<<fault:{fault}>>"))
         await eventually(lambda: any(beat.held for beat in stream.of("heartbeat")))
         worker.kill()
         await worker.wait()
