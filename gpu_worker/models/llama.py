@@ -60,11 +60,12 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, read: ReadTensors, make_linear: MakeLinear) -> None:
         self.config = config
-        self._layers = [_make_layer(config, index, read, make_linear) for index in range(config.num_layers)]
         head_name = EMBEDDING if config.is_tied else HEAD
         self._head = make_linear(read([head_name])[head_name], None)
         self._embedding = _own(read([EMBEDDING])[EMBEDDING])
         self._final_norm = _own(read([FINAL_NORM])[FINAL_NORM])
+        # After the head: packing it needs more memory for a while than anything else, and less is held yet.
+        self._layers = [_make_layer(config, index, read, make_linear) for index in range(config.num_layers)]
         self._rotary_table = RotaryTable(
             inverse_frequencies(config.rope, config.head_dim).to(self._embedding.device),
             num_positions=config.max_position_embeddings,

@@ -15,8 +15,7 @@ from gpu_worker.engine.settings import EngineSettings
 from service_kit.delta import extend_chain
 from service_kit.sampling import FinishReason
 from tests.support.engine_runs import make_spec, run_to_end
-from tests.support.recording import load_recording_engine
-from tests.support.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, encode, make_tiny_llama
+from tests.support.tiny_models import LLAMA3_ROPE, VOCAB_SIZE, encode, make_tiny_llama
 
 CONTEXT_LENGTH = 192
 NUM_OUTPUT = 40
@@ -30,16 +29,9 @@ PROMPTS = tuple(
         "héllo wörld",
     )
 )
-NAN_TOKEN = 7
 VARIANTS = {
-    "grouped-query, untied": {"num_kv_heads": 2},
-    "grouped-query, tied": {"num_kv_heads": 2, "tied": True},
-    "multi-head": {"num_kv_heads": 4},
-    "multi-query": {"num_kv_heads": 1},
     "llama3 rope": {"rope": LLAMA3_ROPE},
-    "linear rope": {"rope": LINEAR_ROPE},
-    "attention bias": {"attention_bias": True},
-    "three shards": {"max_shard_size": "100KB"},
+    "multi-head": {"num_kv_heads": 4, "tied": True},
 }
 
 
@@ -93,22 +85,6 @@ def test_greedy_output_equals_that_of_transformers(variant, model_directory, exp
     results = run_to_end(load(model_directory(variant)), specs())
     assert outputs_of(results) == expected_outputs(variant)
     assert len(set(results["0"].token_ids)) > 5, "a constant output would compare nothing"
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant, model_directory):
-    settings = EngineSettings(threads=1, num_blocks=128, max_running=4, token_budget=48, long_prefill_tokens=20)
-    engine, recorded = load_recording_engine(model_directory(variant), settings)
-    results = run_to_end(engine, specs())
-    model = LlamaForCausalLM.from_pretrained(model_directory(variant), dtype=torch.float32)
-    assert len(recorded) == NUM_OUTPUT * len(PROMPTS)
-    for number, prompt in enumerate(PROMPTS):
-        with torch.inference_mode():
-            expected = model(torch.tensor([prompt + results[str(number)].token_ids])).logits[0]
-        for length in range(len(prompt), len(prompt) + NUM_OUTPUT):
-            difference = (recorded[str(number), length] - expected[length - 1]).abs().max()
-            assert difference <= 1e-5 * expected.abs().max()
-        assert expected.std() >= 1
 
 
 def test_output_is_the_same_alone_and_in_a_batch(model_directory, expected_outputs):
@@ -180,23 +156,27 @@ def test_a_seeded_output_is_the_same_alone_batched_preempted_and_resumed(model_d
 
 def test_what_is_not_a_number_never_leaves_its_own_sequence(tmp_path, model_directory, expected_outputs):
     """A token whose embedding is NaN fails its own sequence, and neither neighbours nor later holders of its blocks."""
+    expected = expected_outputs("llama3 rope")
+    nan_token = next(
+        token_id for token_id in range(VOCAB_SIZE) if not any(token_id in tokens for tokens in PROMPTS + expected)
+    )
     directory = tmp_path / "model"
     shutil.copytree(model_directory("llama3 rope"), directory)
     weights = load_file(directory / "model.safetensors")
-    weights["model.embed_tokens.weight"][NAN_TOKEN] = torch.nan
+    weights["model.embed_tokens.weight"][nan_token] = torch.nan
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     settings = EngineSettings(threads=1, num_blocks=26, block_size=8, token_budget=64, max_running=8)
     engine = load_native_engine(directory, settings=settings)
-    poison = [make_spec(f"poison {number}", [NAN_TOKEN] * 90, max_output_tokens=5) for number in range(3)]
+    poison = [make_spec(f"poison {number}", [nan_token] * 90, max_output_tokens=5) for number in range(3)]
     results = run_to_end(engine, [poison[0], specs()[1]])
     assert results["poison 0"].finish.failure == "the model's logits are not finite"
-    assert results["1"].token_ids == expected_outputs("llama3 rope")[1]
+    assert results["1"].token_ids == expected[1]
     engine.add(poison[1])
     engine.step()  # only part of its prompt, then it is gone
     engine.abort(poison[1].sequence_id)
     later = run_to_end(engine, [make_spec(f"later {number}", prompt) for number, prompt in enumerate(PROMPTS)])
     for number in range(len(PROMPTS)):
-        assert later[f"later {number}"].token_ids == expected_outputs("llama3 rope")[number][:20]
+        assert later[f"later {number}"].token_ids == expected[number][:20]
 
 
 def test_all_memory_is_free_after_the_last_sequence(model_directory):
