@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.attention.port import AttentionShape
-from gpu_worker.attention.reference import ReferenceAttention
+from gpu_worker.attention.factory import make_attention
+from gpu_worker.attention.port import AttentionBackend, AttentionShape
 from gpu_worker.engine.engine import NativeEngine
 from gpu_worker.engine.host_resources import available_memory_bytes, available_threads
 from gpu_worker.engine.model_runner import ModelRunner
@@ -130,9 +130,9 @@ def _num_blocks(settings: EngineSettings, config: ModelConfig, context_length: i
     return num_blocks
 
 
-def _allocate_kv_memory(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> ReferenceAttention:
+def _allocate_kv_memory(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
     try:
-        return ReferenceAttention(shape, device=device, dtype=dtype)
+        return make_attention(shape, device=device, dtype=dtype)
     except (OSError, MemoryError, RuntimeError) as error:
         raise EngineStartError(f"KV memory of {shape.num_blocks} blocks cannot be allocated: {error}") from error
 

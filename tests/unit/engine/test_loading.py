@@ -7,6 +7,7 @@ from gpu_worker.artifacts.weights import WeightsError
 from gpu_worker.engine import loading
 from gpu_worker.engine.loading import load_native_engine
 from gpu_worker.engine.settings import EngineSettings, EngineStartError
+from gpu_worker.kernels.library import load_cpu_kernels
 from gpu_worker.models.config import UnsupportedModelError
 from service_kit.model_manifest import ModelFilesError, read_manifest
 from tests.support.engine_runs import make_spec, run_to_end
@@ -30,7 +31,8 @@ def test_capabilities_tell_what_is_served(directory):
     assert (capabilities.engine, capabilities.model, capabilities.precision) == ("native", "tiny-llama", "fp32")
     assert (capabilities.model_revision, capabilities.vocab_size) == (manifest.revision, manifest.vocab_size)
     assert (capabilities.context_length, capabilities.num_blocks, capabilities.max_running) == (64, 10, 3)
-    assert capabilities.details == {"device": "cpu", "threads": "1", "attention": "reference"}
+    attention = "cpu" if load_cpu_kernels() else "reference"
+    assert capabilities.details == {"device": "cpu", "threads": "1", "attention": attention}
 
 
 def test_the_shorter_of_both_context_lengths_counts(directory):
