@@ -6,7 +6,6 @@ neighbours.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,42 +60,37 @@ def join(parts: Sequence[Candidates]) -> Candidates:
 def find_largest(logits: torch.Tensor, limits: Sequence[int]) -> Candidates:
     """The `limits[i]` largest of each row i of `logits` [R, vocab_size] and a few more, R > 0, 1 <= limit <= vocab_size.
 
-    All equals of the smallest candidate of a row are candidates too. The maxima of groups of 32 give a bound below which
-    none of the k largest lies: the k-th largest maximum, because k values of as many groups reach it.
+    All equals of the smallest candidate of a row are candidates too; -inf never is one. The maxima of groups of 32 give a
+    bound below which none of the k largest lies: the k-th largest maximum, because k values of as many groups reach it.
+    The device only makes the maxima and gathers groups: few calls, so that no threads meet at many barriers.
     """
     num_rows, vocab_size = logits.shape
     if vocab_size % _GROUP:
         logits = torch.nn.functional.pad(logits, (0, -vocab_size % _GROUP), value=-torch.inf)
-    groups = logits.view(num_rows, -1, _GROUP)
-    maxima = groups.amax(-1)
-    floors = _floors(logits, maxima, limits)
-    rows, columns = (maxima >= floors).nonzero(as_tuple=True)
-    members = groups[rows, columns]
-    places, lanes = ((members >= floors[rows]) & (members > -torch.inf)).nonzero(as_tuple=True)
-    counts = torch.bincount(rows[places], minlength=num_rows)
+    maxima = logits.view(num_rows, -1, _GROUP).amax(-1).cpu().numpy()
+    floors = np.maximum(_floors(logits, maxima, limits), np.finfo(np.float32).min)
+    groups = np.flatnonzero(maxima >= floors[:, None])
+    rows, columns = np.divmod(groups, maxima.shape[1])
+    members = logits.view(-1, _GROUP)[torch.from_numpy(groups).to(logits.device)].cpu().numpy()
+    found = np.flatnonzero(members >= floors[rows][:, None])
+    places, lanes = np.divmod(found, _GROUP)
     return Candidates(
-        token_ids=_to_numpy(columns[places] * _GROUP + lanes),
-        logits=_to_numpy(members[places, lanes]),
-        counts=_to_numpy(counts),
+        token_ids=columns[places] * _GROUP + lanes,
+        logits=members.reshape(-1)[found],
+        counts=np.bincount(rows[places], minlength=num_rows),
     )
 
 
-def _floors(logits: torch.Tensor, maxima: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
-    """For each row a value that at least `limits[i]` of its logits reach, [R, 1]."""
+def _floors(logits: torch.Tensor, maxima: FloatArray, limits: Sequence[int]) -> FloatArray:
+    """For each row a value that at least `limits[i]` of its logits reach, [R]."""
     if max(limits) <= min(_MAX_GROUPED, maxima.shape[1]):
         return _kth_largest(maxima, limits)
-    return torch.cat([_kth_largest(logits[row : row + 1], [limit]) for row, limit in enumerate(limits)])
+    # The maxima of so many groups would not leave few candidates.
+    floors = [_kth_largest(logits[row : row + 1].cpu().numpy(), [limit]) for row, limit in enumerate(limits)]
+    return np.concatenate(floors)
 
 
-def _kth_largest(values: torch.Tensor, limits: Sequence[int]) -> torch.Tensor:
-    if values.device.type == "cpu":
-        # Several times faster than topk, and the same values.
-        ranks = np.array([values.shape[1] - limit for limit in limits])
-        parted = np.partition(values.numpy(), np.unique(ranks), axis=1)
-        return torch.from_numpy(np.take_along_axis(parted, ranks[:, None], axis=1))
-    index = torch.tensor(limits, device=values.device)[:, None] - 1
-    return values.topk(max(limits), dim=-1).values.gather(1, index)
-
-
-def _to_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
-    return values.cpu().numpy()
+def _kth_largest(values: FloatArray, limits: Sequence[int]) -> FloatArray:
+    ranks = values.shape[1] - np.array(limits)
+    floors: FloatArray = np.partition(values, np.unique(ranks), axis=1)[np.arange(len(values)), ranks]
+    return floors

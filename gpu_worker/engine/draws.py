@@ -1,4 +1,4 @@
-"""Draws tokens from candidates or from whole rows: temperature, top-k, top-p, min-p, then the inverse of the CDF.
+"""Draws tokens from candidates: temperature, top-k, top-p, min-p, then the inverse of the CDF.
 
 numpy alone, and on the host for every device. Nothing here sums across a padded width or a batch (accumulations run
 from left to right, and the padding is at the end), so that a row has one result, whatever stands beside it.
@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.engine.candidates import Candidates, FloatArray
+from gpu_worker.engine.candidates import Candidates, FloatArray, join
 
-_CHUNK = 256
-_MIN_WIDE_TEMPERATURE = 1e-30
-_MAX_PADDED = 1 << 18
+_MIN_WIDTH = 128
 
 DoubleArray = npt.NDArray[np.float64]
 
@@ -37,9 +35,23 @@ class Draw:
 
 def draw_candidates(candidates: Candidates, draws: Sequence[Draw]) -> list[int]:
     """One token per row of candidates; every row has at least one."""
-    if len(draws) > 1 and len(draws) * int(candidates.counts.max()) > _MAX_PADDED:
-        # One flat row would blow up the padding of all.
-        return [draw_candidates(part, [draw])[0] for part, draw in zip(candidates.split(), draws, strict=True)]
+    widths = candidates.counts.tolist()
+    if max(widths) <= max(_MIN_WIDTH, 2 * min(widths)):
+        return _draw_together(candidates, draws)
+    # One flat row would blow up the padding of all: only rows of about one length are padded to the same.
+    parts = candidates.split()
+    rows_by_size: dict[int, list[int]] = {}
+    for row, width in enumerate(widths):
+        rows_by_size.setdefault(max(width, _MIN_WIDTH).bit_length(), []).append(row)
+    tokens = [0] * len(draws)
+    for rows in rows_by_size.values():
+        drawn = _draw_together(join([parts[row] for row in rows]), [draws[row] for row in rows])
+        for row, token in zip(rows, drawn, strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _draw_together(candidates: Candidates, draws: Sequence[Draw]) -> list[int]:
     with np.errstate(over="ignore"):
         places = _draw_padded(candidates.padded(), draws)
     starts = np.cumsum(candidates.counts) - candidates.counts
@@ -96,54 +108,3 @@ def _invert(weights: DoubleArray, uniforms: DoubleArray) -> npt.NDArray[np.int64
     last = (cumulative < totals).sum(axis=1)
     places: npt.NDArray[np.int64] = np.minimum(found, last)
     return places
-
-
-def weigh_row(logits: FloatArray, temperature: float) -> FloatArray:
-    """exp((logit - largest) / temperature), in 32 bits, filled up with zeros to whole chunks of 256.
-
-    Temperatures below 1e-30 count as 1e-30, where every unequal logit already has weight 0.
-    """
-    weights = np.zeros(-(-len(logits) // _CHUNK) * _CHUNK, dtype=np.float32)
-    part = weights[: len(logits)]
-    with np.errstate(over="ignore"):
-        np.subtract(logits, logits.max(), out=part)
-        if temperature != 1:
-            np.divide(part, np.float32(max(temperature, _MIN_WIDE_TEMPERATURE)), out=part)
-        np.exp(part, out=part)
-    return weights
-
-
-def total_weight(weights: FloatArray) -> float:
-    """Sum of `weigh_row`'s weights."""
-    return float(weights.reshape(-1, _CHUNK).sum(axis=1, dtype=np.float64).sum())
-
-
-def draw_row(logits: FloatArray, draw: Draw) -> int:
-    """One token of a row of which nothing is left out.
-
-    In two levels, chunks and then the tokens of a chunk, so that no accumulation runs over the whole vocabulary.
-    """
-    chunks = weigh_row(logits, draw.temperature).reshape(-1, _CHUNK)
-    ends = np.cumsum(chunks.sum(axis=1, dtype=np.float64))
-    target = draw.uniform * ends[-1]
-    chunk = _first_above(ends, target)
-    before = ends[chunk - 1] if chunk else 0.0
-    return chunk * _CHUNK + _first_above(np.cumsum(chunks[chunk], dtype=np.float64), target - before)
-
-
-def _first_above(cumulative: DoubleArray, target: float) -> int:
-    last = np.searchsorted(cumulative, cumulative[-1])
-    return int(min(np.searchsorted(cumulative, target, side="right"), last))
-
-
-def find_restricted(logits: FloatArray, draw: Draw) -> tuple[Candidates, float]:
-    """Candidates of a row with top-p or min-p and without top-k, and the weight of the whole row.
-
-    All values below (1 - p) total / vocab_size have less than 1 - p together: none of them is in the nucleus.
-    """
-    weights = weigh_row(logits, draw.temperature)[: len(logits)]
-    total = float(weights.sum(dtype=np.float64))
-    # Halved, and a little less, so that no rounding leaves out what the exact test would keep.
-    floor = max(0.5 * (1 - draw.top_p) * total / len(logits), draw.min_p * (1 - 1e-4))
-    token_ids = np.flatnonzero(weights >= np.float32(floor))
-    return Candidates(token_ids=token_ids, logits=logits[token_ids], counts=np.array([len(token_ids)])), total

@@ -69,21 +69,25 @@ class LogitEdits:
     def _penalise(self, rows: Sequence[int], requests: Sequence[SampleRequest]) -> None:
         if not rows:
             return
-        taken = [self._edits.of(requests[row]).taken(requests[row]) for row in rows]
-        index, old = self._read(rows, [token_ids for token_ids, _ in taken])
-        repetition = self._floats(
-            np.repeat(
-                np.array([requests[row].sampling.repetition_penalty for row in rows], dtype=np.float32),
-                [len(token_ids) for token_ids, _ in taken],
-            )
+        kept = [self._edits.of(requests[row]).counts(requests[row]) for row in rows]
+        samplings = [requests[row].sampling for row in rows]
+        table = np.array(
+            [
+                (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+                for sampling in samplings
+            ]
         )
-        values = torch.where(old > 0, old / repetition, old * repetition)
-        self._write(index, old, values - self._floats(np.concatenate([values for _, values in taken])))
+        repetition, presence, frequency = np.repeat(table, [len(counts.ids) for counts in kept], axis=0).T
+        counts = np.concatenate([counts.counts for counts in kept])
+        taken = self._floats(counts * frequency + (counts > 0) * presence)
+        divisor = self._floats(repetition)
+        index, old = self._read(rows, [counts.ids for counts in kept])
+        self._write(index, old, torch.where(old > 0, old / divisor, old * divisor) - taken)
 
     def _read(self, rows: Sequence[int], token_ids: Sequence[IdArray]) -> tuple[torch.Tensor, torch.Tensor]:
         """Places in the flat logits and what stands there."""
-        flat = np.concatenate([row * self._vocab_size + ids for row, ids in zip(rows, token_ids, strict=True)])
-        index = torch.from_numpy(flat).to(self._flat.device)
+        starts = np.repeat(np.array(rows) * self._vocab_size, [len(ids) for ids in token_ids])
+        index = torch.from_numpy(np.concatenate(token_ids) + starts).to(self._flat.device)
         return index, self._flat[index]
 
     def _write(self, index: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> None:
@@ -95,5 +99,5 @@ class LogitEdits:
             for place in index[broken].tolist():
                 self.failures[place // self._vocab_size] = OVERFLOW
 
-    def _floats(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._flat.device)
+    def _floats(self, values: npt.NDArray[np.floating]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.float32)).to(self._flat.device)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpu_worker.engine.candidates import FloatArray, find_largest
-from gpu_worker.engine.draws import total_weight, weigh_row
+from gpu_worker.engine.whole_rows import RowWeights
 from service_kit.delta import TokenLogprob
 
 
@@ -35,8 +35,10 @@ def measure_rows(logits: torch.Tensor, limits: Sequence[int]) -> list[RowLogprob
     candidates = find_largest(logits, [min(max(limit, 1), vocab_size) for limit in limits]).split()
     rows = logits.cpu().numpy()
     measured = []
+    weights = RowWeights(vocab_size)
     for row, limit, part in zip(rows, limits, candidates, strict=True):
-        log_total = float(part.logits.max()) + math.log(total_weight(weigh_row(row, 1.0)))
+        weights.weigh(row, 1.0)
+        log_total = float(part.logits.max()) + math.log(weights.total)
         # By the 32-bit value that a reader sees, so that what looks equal to it is in id order.
         largest = np.lexsort((part.token_ids, -part.logits))[:limit]
         top = [(int(part.token_ids[place]), _logprob(float(part.logits[place]), log_total)) for place in largest]

@@ -69,20 +69,17 @@ class SequenceEdits:
         self.biases = np.array([bias for _, bias in self.sampling.logit_bias], dtype=np.float32)
         self._counts: TokenCounts | None = None
 
-    def taken(self, request: SampleRequest) -> tuple[IdArray, npt.NDArray[np.float32]]:
-        """Tokens that are penalised now, and what presence and frequency take from the logit of each."""
-        sampling = self.sampling
+    def counts(self, request: SampleRequest) -> TokenCounts:
+        """The tokens that are penalised now."""
         if self._counts is None:
             self._counts = TokenCounts(
                 token_ids=request.token_ids,
                 num_prompt_tokens=request.num_prompt_tokens,
-                with_prompt=sampling.repetition_penalty != 1,
+                with_prompt=self.sampling.repetition_penalty != 1,
             )
         else:
             self._counts.extend(request.token_ids)
-        counts = self._counts.counts
-        taken = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
-        return self._counts.ids, taken.astype(np.float32)
+        return self._counts
 
 
 class EditsBySequence:
@@ -97,7 +94,7 @@ class EditsBySequence:
     def of(self, request: SampleRequest) -> SequenceEdits:
         """Made anew from the request when the sequence is not known, or not with these parameters."""
         edits = self._edits.get(request.sequence_id)
-        if edits is None or edits.sampling != request.sampling:
+        if edits is None or (edits.sampling is not request.sampling and edits.sampling != request.sampling):
             edits = self._edits[request.sequence_id] = SequenceEdits(request)
         return edits
 

@@ -13,14 +13,16 @@ device compares and gathers, which is exact everywhere; exponentials and sums ar
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from gpu_worker.engine.candidates import Candidates, find_largest, join
-from gpu_worker.engine.draws import Draw, draw_candidates, draw_row, find_restricted
+from gpu_worker.engine.candidates import find_largest, join
+from gpu_worker.engine.draws import Draw, draw_candidates
 from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure, SampleRequest
 from gpu_worker.engine.logit_edits import LogitEdits
 from gpu_worker.engine.logprobs import measure_rows
 from gpu_worker.engine.penalties import EditsBySequence
+from gpu_worker.engine.whole_rows import RowWeights
 from service_kit.sampling import SamplingParams
 
 _MASK = (1 << 64) - 1
@@ -91,7 +93,7 @@ class Sampler:
 def _find_not_finite(logits: torch.Tensor) -> list[int]:
     """Rows that hold NaN or infinity."""
     # A sum is not finite if any addend is not, and costs one quick pass; large finite addends are told apart afterwards.
-    suspects = (~torch.isfinite(logits.sum(-1))).nonzero()[:, 0].tolist()
+    suspects = np.flatnonzero(~np.isfinite(logits.sum(-1).cpu().numpy())).tolist()
     return [row for row in suspects if not bool(torch.isfinite(logits[row]).all())]
 
 
@@ -102,30 +104,31 @@ def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 def _choose(logits: torch.Tensor, rows: Sequence[int], requests: Sequence[SampleRequest]) -> dict[int, int]:
     """The token of each of `rows`."""
+    greedy = [row for row in rows if requests[row].sampling.temperature == 0]
+    tokens = dict(zip(greedy, _argmax(_select(logits, greedy)), strict=True)) if greedy else {}
     vocab_size = logits.shape[1]
-    samplings = {row: requests[row].sampling for row in rows}
-    greedy = [row for row in rows if samplings[row].temperature == 0]
-    drawn = [row for row in rows if samplings[row].temperature > 0]
-    draws = {row: _draw(samplings[row], requests[row].position, vocab_size) for row in drawn}
-    limited = [row for row in drawn if draws[row].top_k]
-    whole = [row for row in drawn if not draws[row].top_k]
-    tokens = dict(zip(greedy, _argmax(_select(logits, greedy)), strict=True))
-    parts: list[Candidates] = []
-    if limited:
-        parts.append(find_largest(_select(logits, limited), [draws[row].top_k for row in limited]))
-    restricted: list[int] = []
-    for row, values in zip(whole, _select(logits, whole).cpu().numpy(), strict=True):
-        if draws[row].top_p == 1 and draws[row].min_p == 0:
-            tokens[row] = draw_row(values, draws[row])
-        else:
-            part, total = find_restricted(values, draws[row])
-            parts.append(part)
-            draws[row] = replace(draws[row], total=total)
-            restricted.append(row)
+    draws = {
+        row: _draw(requests[row].sampling, requests[row].position, vocab_size)
+        for row in rows
+        if requests[row].sampling.temperature > 0
+    }
+    limited = [row for row, draw in draws.items() if draw.top_k]
+    parts_by_row: list[int] = [*limited]
+    parts = [find_largest(_select(logits, limited), [draws[row].top_k for row in limited])] if limited else []
+    whole = [row for row, draw in draws.items() if not draw.top_k]
+    if whole:
+        weights = RowWeights(vocab_size)
+        for row, values in zip(whole, _select(logits, whole).cpu().numpy(), strict=True):
+            weights.weigh(values, draws[row].temperature)
+            if draws[row].top_p == 1 and draws[row].min_p == 0:
+                tokens[row] = weights.draw(draws[row].uniform)
+            else:
+                parts.append(weights.restrict(draws[row]))
+                parts_by_row.append(row)
+                draws[row] = replace(draws[row], total=weights.total)
     if parts:
-        narrowed = [*limited, *restricted]
-        drawn_tokens = draw_candidates(join(parts), [draws[row] for row in narrowed])
-        tokens |= zip(narrowed, drawn_tokens, strict=True)
+        drawn = draw_candidates(join(parts), [draws[row] for row in parts_by_row])
+        tokens |= zip(parts_by_row, drawn, strict=True)
     return tokens
 
 
