@@ -36,6 +36,11 @@ class Reader:
         return tuple(logprob for event in self.events if isinstance(event, Output) for logprob in event.logprobs)
 
     @property
+    def top_ids(self) -> tuple[int, ...]:
+        """The most probable token at each position: of the simulated engine, which is certain, the output token itself."""
+        return tuple(logprob.top[0].token_id for logprob in self.logprobs)
+
+    @property
     def text(self) -> str:
         return "".join(event.text for event in self.events if isinstance(event, Output))
 

@@ -58,7 +58,7 @@ async def test_random_deaths_of_everything_change_no_stream(stack: RunningStack,
                 client.generate(
                     MODEL,
                     f"chaos {seed} {number}",
-                    sampling=Sampling(max_output_tokens=NUM_TOKENS, seed=number),
+                    sampling=Sampling(max_output_tokens=NUM_TOKENS, seed=number, logprobs=1),
                     request_id=f"chaos-{seed}-{number}",
                 )
             )
@@ -72,7 +72,8 @@ async def test_random_deaths_of_everything_change_no_stream(stack: RunningStack,
         await stack.heal()
         await asyncio.gather(*(reader.until_end(timeout_s=120) for reader in readers))
     for number, reader in enumerate(readers):
-        assert reader.token_ids == simulated_output(f"chaos {seed} {number}", seed=number, count=NUM_TOKENS)
+        expected = simulated_output(f"chaos {seed} {number}", seed=number, count=NUM_TOKENS)
+        assert reader.token_ids == reader.top_ids == expected
     ledger = stack.row(
         "SELECT count(*) AS rows, count(DISTINCT generation_id) AS generations, sum(usage_ledger.output_tokens)::bigint AS tokens"
         " FROM usage_ledger JOIN generations USING (generation_id) WHERE request_id LIKE %s",
