@@ -25,6 +25,11 @@ def digest_of(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash[:8], "little")
 
 
+def model_fingerprint(*, revision: str, precision: str) -> str:
+    """What stands for a model in its prefix roots, at the scheduler as in the engine."""
+    return f"{revision}:{precision}"
+
+
 def prefix_root(*, model_fingerprint: str, tenant_salt: str) -> PrefixRoot:
     """The key for one model (revision and precision) and tenant. An empty salt shares prefixes between tenants."""
     digest = blake2b(digest_size=_ROOT_SIZE, person=b"sluice-prefix")

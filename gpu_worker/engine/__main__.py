@@ -19,7 +19,8 @@ from gpu_worker.engine.frames import FatalFrame, encode_frame
 from gpu_worker.engine.port import Engine
 from gpu_worker.engine.process import EngineLoop
 from gpu_worker.engine.progress import ProgressPage
-from gpu_worker.engine.simulated import SIMULATED_PRECISION, SimulatedSettings, load_simulated_engine
+from gpu_worker.engine.simulated import load_simulated_engine
+from gpu_worker.engine.simulated_settings import SIMULATED_PRECISION, SimulatedSettings
 from service_kit.environment import Environment
 from service_kit.logging import LogFormat, configure_logging, get_logger
 from service_kit.model_manifest import read_manifest

@@ -22,6 +22,7 @@ from gpu_worker.engine.port import (
 )
 from gpu_worker.engine.simulated_faults import NO_FAULTS, Faults, InvalidFaultError, read_faults
 from gpu_worker.engine.simulated_plan import SimulatedBatch, SimulatedSequence
+from gpu_worker.engine.simulated_settings import InvalidSettingsError, SimulatedSettings
 from gpu_worker.engine.simulated_tokens import (
     TokenMode,
     certain_logprob,
@@ -33,46 +34,11 @@ from gpu_worker.engine.simulated_tokens import (
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
 from service_kit.delta import Delta, extend_chain, join
 from service_kit.model_manifest import ModelManifest, read_manifest
+from service_kit.prefix_hash import BlockHash, block_hashes, model_fingerprint, prefix_root
 from service_kit.sampling import FinishReason
 
-SIMULATED_PRECISION = "sim"
 _HANG_TURN_S = 60.0
 _CRASH_EXIT_CODE = 70
-
-
-class InvalidSettingsError(ValueError):
-    """A setting outside its range, or a model that the simulated engine cannot speak for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedSettings:
-    """Speed, size and behaviour. Rates are per sequence for decoding, per engine for prefill; 0 is as fast as possible."""
-
-    tokens_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    num_blocks: int = 4096
-    block_size: int = 16
-    max_running: int = 64
-    step_tokens: int = 2048
-    """Most tokens one step computes; longer prompts are prefilled in chunks."""
-    token_mode: TokenMode = TokenMode.PROMPT_HASH
-    eos_one_in: int = 0
-    """About one in so many tokens is EOS; 0 is never."""
-    has_prompt_faults: bool = False
-    """Whether fault markers in prompts are obeyed."""
-    load_s: float = 0.0
-    """How long loading takes."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token_mode", TokenMode(self.token_mode))
-        for name in ("num_blocks", "block_size", "max_running", "step_tokens"):
-            if getattr(self, name) < 1:
-                raise InvalidSettingsError(f"{name}: must be at least 1")
-        for name in ("tokens_per_s", "prefill_tokens_per_s", "eos_one_in", "load_s"):
-            if getattr(self, name) < 0:
-                raise InvalidSettingsError(f"{name}: must not be negative")
-        if self.step_tokens < self.max_running:
-            raise InvalidSettingsError("step_tokens: must be at least max_running")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +83,7 @@ class SimulatedEngine:
         self, manifest: ModelManifest, table: TokenTable, settings: SimulatedSettings, world: SimulatedWorld
     ) -> None:
         self._manifest = manifest
+        self._fingerprint = model_fingerprint(revision=manifest.revision, precision=manifest.precision)
         self._table = table
         self._settings = settings
         self._world = world
@@ -165,6 +132,7 @@ class SimulatedEngine:
             sequence_id=spec.sequence_id,
             rank=(spec.priority, self._arrivals),
             num_tokens=len(spec.prompt_token_ids) + len(spec.output_token_ids),
+            hashes=self._hashes_of(spec),
         )
         self._batch.add(state.slot)
         if (reason := self._reached_end(state)) is not None:
@@ -189,7 +157,7 @@ class SimulatedEngine:
             if self._batch.advance(state.slot, chunk):
                 output = self._generate(state)
                 outputs += [output] if output else []
-        return StepOutput(step=self._step, outputs=tuple(outputs))
+        return StepOutput(step=self._step, outputs=tuple(outputs), cache_changes=self._batch.cache.take_changes())
 
     def load_report(self) -> LoadReport:
         batch = self._batch
@@ -205,6 +173,9 @@ class SimulatedEngine:
             kv_waste=batch.waste(),
             num_preempted=batch.num_preempted,
             room_blocks=batch.room_blocks(),
+            num_cached_blocks=len(batch.cache),
+            num_computed_prompt_tokens=batch.num_computed_prompt_tokens,
+            num_cached_prompt_tokens=batch.num_cached_prompt_tokens,
         )
 
     def _refuse_impossible(self, spec: SequenceSpec) -> None:
@@ -218,6 +189,13 @@ class SimulatedEngine:
             raise RefusedSequenceError(f"{longest} tokens exceed the context of {self._manifest.context_length}")
         if longest > self._settings.num_blocks * self._settings.block_size:
             raise RefusedSequenceError(f"{longest} tokens exceed {self._settings.num_blocks} blocks")
+
+    def _hashes_of(self, spec: SequenceSpec) -> list[BlockHash]:
+        """Of what is known when the sequence comes: its prompt and logged output."""
+        if not self._settings.has_prefix_cache:
+            return []
+        root = prefix_root(model_fingerprint=self._fingerprint, tenant_salt=spec.prefix_salt)
+        return block_hashes(root, [*spec.prompt_token_ids, *spec.output_token_ids], self._settings.block_size)
 
     def _faults_of(self, spec: SequenceSpec) -> Faults:
         if not self._settings.has_prompt_faults:
@@ -284,7 +262,7 @@ class SimulatedEngine:
         del self._sequences[state.spec.sequence_id]
         finish = SequenceFinish(
             prompt_tokens=len(state.spec.prompt_token_ids),
-            cached_prompt_tokens=0,
+            cached_prompt_tokens=min(state.slot.num_cached or 0, len(state.spec.prompt_token_ids)),
             output_tokens=state.stage.cursor.sequence_number,
             timings=Timings(
                 added=state.added,

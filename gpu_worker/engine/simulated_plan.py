@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpu_worker.engine.simulated_cache import SimulatedPrefixCache
+from service_kit.prefix_hash import BlockHash
+
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedSequence:
@@ -12,9 +15,17 @@ class SimulatedSequence:
     rank: tuple[int, int]
     num_tokens: int
     """Prompt and output so far; the computed ones chase them."""
+    hashes: Sequence[BlockHash] = ()
+    """Of the full blocks that can be shared."""
     num_computed: int = 0
     num_blocks: int = 0
     is_running: bool = False
+    num_to_fill: int = 0
+    """Tokens at its last admission: computing them fills the cache, computing more is decoding."""
+    num_held: int = 0
+    """Blocks, of those that have a hash, that it holds in the prefix cache."""
+    num_cached: int | None = None
+    """Tokens that did not have to be computed at its first admission."""
 
 
 class SimulatedBatch:
@@ -29,6 +40,9 @@ class SimulatedBatch:
         self.num_free_blocks = num_blocks
         self.largest_batch = 0
         self.num_preempted = 0
+        self.num_computed_prompt_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.cache = SimulatedPrefixCache()
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_running = max_running
@@ -78,11 +92,16 @@ class SimulatedBatch:
                 is_queue_blocked = not sequence.is_running
         running = sorted((each for each in self._sequences.values() if each.is_running), key=lambda each: each.rank)
         self.largest_batch = max(self.largest_batch, len(running))
+        self.cache.shrink(self.num_free_blocks)
         return self._share(running, budget)
 
     def advance(self, sequence: SimulatedSequence, chunk: int) -> bool:
         """Books computed tokens; True when the sequence makes its next token, which it then still has to compute."""
+        self.num_computed_prompt_tokens += max(0, min(chunk, sequence.num_to_fill - sequence.num_computed))
         sequence.num_computed += chunk
+        full = sequence.hashes[sequence.num_held : sequence.num_computed // self._block_size]
+        self.cache.hold(full)
+        sequence.num_held += len(full)
         if sequence.num_computed < sequence.num_tokens:
             return False
         sequence.num_tokens += 1
@@ -119,7 +138,19 @@ class SimulatedBatch:
             reserve = 0 if sequence.is_running else self.num_running
         self.num_free_blocks -= needed
         sequence.num_blocks += needed
+        if not sequence.is_running:
+            self._admit(sequence)
+
+    def _admit(self, sequence: SimulatedSequence) -> None:
+        """What is cached need not be computed, but for the last token: its row gives the next one."""
         sequence.is_running = True
+        sequence.num_to_fill = sequence.num_tokens
+        sequence.num_held = self.cache.num_found(sequence.hashes)
+        self.cache.hold(sequence.hashes[: sequence.num_held])
+        sequence.num_computed = min(sequence.num_held * self._block_size, sequence.num_tokens - 1)
+        self.num_cached_prompt_tokens += sequence.num_computed
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
 
     def _num_missing_blocks(self, sequence: SimulatedSequence) -> int:
         """For all its tokens."""
@@ -134,6 +165,8 @@ class SimulatedBatch:
     def _release(self, sequence: SimulatedSequence) -> None:
         """Takes the blocks back; what was computed has to be computed again."""
         self.num_free_blocks += sequence.num_blocks
+        self.cache.release(sequence.hashes[: sequence.num_held])
+        sequence.num_held = 0
         sequence.num_blocks = 0
         sequence.num_computed = 0
         sequence.is_running = False

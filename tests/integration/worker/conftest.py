@@ -2,7 +2,11 @@ from datetime import timedelta
 
 import pytest
 
+from gpu_worker.service import WorkerServicer
+from inference.internal.v1 import worker_pb2_grpc
+from service_kit.grpc_server import GrpcServer
 from tests.integration.worker.scripted_scheduler import AnnouncementDesk
+from tests.integration.worker.session_setup import Setup
 from tests.support.tiny_models import make_simulated_model
 
 
@@ -24,3 +28,32 @@ async def desks():
         await desk.close()
     for server, _ in served:
         await server.stop(timedelta(0))
+
+
+@pytest.fixture
+async def serve(model_directory):
+    servers = []
+
+    async def start(*, internal_token=None, **settings) -> Setup:
+        setup = Setup(model_directory, **settings)
+        servicer = WorkerServicer(current_session=lambda: setup.session, internal_token=internal_token)
+        server = GrpcServer(
+            listen="127.0.0.1:0",
+            services={
+                "inference.internal.v1.WorkerService": lambda target: (
+                    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, target)
+                )
+            },
+        )
+        setup.address = f"127.0.0.1:{await server.start()}"
+        servers.append(server)
+        return setup
+
+    yield start
+    for server in servers:
+        await server.stop(timedelta(0))
+
+
+@pytest.fixture
+async def setup(serve):
+    return await serve()

@@ -143,7 +143,9 @@ def ref(generation_id="g", attempt=1):
     return worker_pb2.AttemptRef(generation_id=generation_id, attempt=attempt)
 
 
-def assignment(generation_id="g", attempt=1, *, prompt="hello", output=(), nonce=5, traceparent="", **sampling):
+def assignment(
+    generation_id="g", attempt=1, *, prompt="hello", output=(), nonce=5, traceparent="", prefix_salt="", **sampling
+):
     fields = {"max_output_tokens": 20, "temperature": 0, "top_p": 1} | sampling
     return worker_pb2.Assignment(
         generation_id=generation_id,
@@ -153,6 +155,7 @@ def assignment(generation_id="g", attempt=1, *, prompt="hello", output=(), nonce
         sampling=worker_pb2.SamplingParams(**fields),
         nonce=nonce,
         traceparent=traceparent,
+        prefix_salt=prefix_salt,
     )
 
 

@@ -2,7 +2,8 @@
 
 from gpu_worker.engine.frames import OutputFrame, RefusedFrame
 from gpu_worker.engine.port import RefusedSequenceError
-from gpu_worker.engine.simulated import SimulatedSettings, load_simulated_engine
+from gpu_worker.engine.simulated import load_simulated_engine
+from gpu_worker.engine.simulated_settings import SimulatedSettings
 from gpu_worker.session import WorkerSession
 
 

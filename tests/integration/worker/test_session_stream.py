@@ -1,81 +1,20 @@
 from datetime import timedelta
-from time import monotonic
 
 import grpc
 import pytest
 
 from gpu_worker.engine.simulated_tokens import expected_output
-from gpu_worker.service import WorkerServicer
-from gpu_worker.session import WorkerSession
 from gpu_worker.session_stream import MAX_UNACKNOWLEDGED_BATCHES, StreamTimes
-from inference.internal.v1 import worker_pb2, worker_pb2_grpc
+from inference.internal.v1 import worker_pb2
 from service_kit.delta import extend_chain
 from service_kit.grpc_client import INTERNAL_TOKEN_KEY
-from service_kit.grpc_server import GrpcServer
-from service_kit.ids import new_session_id
-from tests.integration.worker.scripted_scheduler import ScriptedStream, assignment
-from tests.integration.worker.stepped_engine import SteppedEngine
+from tests.integration.worker.scripted_scheduler import assignment
 from tests.support.polling import eventually
 from tests.support.tiny_models import encode
 
-TIMES = StreamTimes(heartbeat=timedelta(milliseconds=50), silence=timedelta(seconds=2))
-GRACE = timedelta(0)
 KEEP = worker_pb2.VERDICT_ACTION_KEEP
 RESEND_FROM = worker_pb2.VERDICT_ACTION_RESEND_FROM
 ABORT = worker_pb2.VERDICT_ACTION_ABORT
-
-
-class Setup:
-    """One session with a stepped engine behind a real server."""
-
-    def __init__(self, directory, *, times=TIMES, **settings):
-        self.engine = SteppedEngine(directory, **settings)
-        self.session = WorkerSession(
-            session_id=new_session_id(),
-            capabilities=self.engine.engine.capabilities(),
-            engine=self.engine,
-            times=times,
-            clock=monotonic,
-        )
-        self.engine.session = self.session
-        self.address = ""
-
-    def stream(self, owner_epoch=1, **kwargs):
-        return ScriptedStream(
-            self.address, **{"session_id": self.session.session_id, "owner_epoch": owner_epoch} | kwargs
-        )
-
-    async def has_added(self, number=1):
-        await eventually(lambda: self.engine.num_added >= number)
-
-
-@pytest.fixture
-async def serve(model_directory):
-    servers = []
-
-    async def start(*, internal_token=None, **settings) -> Setup:
-        setup = Setup(model_directory, **settings)
-        servicer = WorkerServicer(current_session=lambda: setup.session, internal_token=internal_token)
-        server = GrpcServer(
-            listen="127.0.0.1:0",
-            services={
-                "inference.internal.v1.WorkerService": lambda target: (
-                    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, target)
-                )
-            },
-        )
-        setup.address = f"127.0.0.1:{await server.start()}"
-        servers.append(server)
-        return setup
-
-    yield start
-    for server in servers:
-        await server.stop(GRACE)
-
-
-@pytest.fixture
-async def setup(serve):
-    return await serve()
 
 
 def oracle(count, *, prior=(), nonce=0):

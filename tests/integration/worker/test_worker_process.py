@@ -137,6 +137,7 @@ async def test_the_death_of_the_engine_ends_the_session_and_a_new_one_begins(mod
         again = await desk.stream(1)
         assert desk.announcements[-1].session_id != desk.announcements[0].session_id
         assert list((await again.hello()).held) == []
+        assert list((await again.hello()).cached_prefixes) == [], "a new engine's cache is empty"
         await again.assign(
             assignment(attempt=2, prompt="<<fault:crash-once-after=3>>", output=stream.output().token_ids)
         )
@@ -186,13 +187,14 @@ async def test_a_session_that_schedulers_count_as_over_is_given_up_without_a_new
     async with worker_process(model_directory, addresses[:1], settings={"tokens_per_s": 5}) as worker:
         stream = await desk.stream()
         engine = engine_pid(worker.pid)
-        await stream.assign(assignment(max_output_tokens=1000))
+        await stream.assign(assignment(prompt="a block of sixteen tokens", max_output_tokens=1000))
         await stream.position(1)
         desk.over.add(desk.announcements[0].session_id)
         await stream.__aexit__()
         again = await desk.stream(1)
         assert (await again.hello()).session_id not in desk.over
         assert list((await again.hello()).held) == []
+        assert len((await again.hello()).cached_prefixes) == 1, "the engine and its cache are the same"
         await eventually(lambda: bool(again.of("heartbeat")) and again.of("heartbeat")[-1].load.num_running == 0)
         assert engine_pid(worker.pid) == engine
 

@@ -4,63 +4,18 @@ from hypothesis import strategies as st
 
 from gpu_worker.artifacts.simulated_model import EOS_TOKEN_ID
 from gpu_worker.engine.port import RefusedSequenceError, SequenceSpec
-from gpu_worker.engine.simulated import (
-    InvalidSettingsError,
-    SimulatedEngine,
-    SimulatedSettings,
-    SimulatedWorld,
-    load_simulated_engine,
-)
 from gpu_worker.engine.simulated_plan import SimulatedBatch, SimulatedSequence
+from gpu_worker.engine.simulated_settings import InvalidSettingsError, SimulatedSettings
 from gpu_worker.engine.simulated_tokens import TokenMode, expected_output
 from service_kit.delta import TokenLogprob, join
 from service_kit.sampling import FinishReason, SamplingParams
-from tests.support.tiny_models import encode, make_simulated_model
+from tests.support.tiny_models import encode
+from tests.unit.worker.simulated_world import ProcessExitedError
 
 
-class ProcessExitedError(Exception):
-    pass
-
-
-class World:
-    """A clock that sleeping moves; exiting raises."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-        self.slept: list[float] = []
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-        if len(self.slept) > 1000:
-            raise TimeoutError("sleeps for ever")
-
-    def exit(self, code: int) -> None:
-        raise ProcessExitedError(code)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "sim"
-    make_simulated_model(path, context_length=256)
-    return path
-
-
-@pytest.fixture
-def world():
-    return World()
-
-
-@pytest.fixture
-def make_engine(directory, world):
-    def make(**settings) -> SimulatedEngine:
-        given_world = SimulatedWorld(clock=lambda: world.now, sleep=world.sleep, exit_process=world.exit)
-        return load_simulated_engine(directory, settings=SimulatedSettings(**settings), world=given_world)
-
-    return make
-
-
-def spec(sequence_id="a", prompt="hello", *, output=(), max_output_tokens=8, priority=0, nonce=7, **sampling):
+def spec(
+    sequence_id="a", prompt="hello", *, output=(), max_output_tokens=8, priority=0, nonce=7, prefix_salt="", **sampling
+):
     return SequenceSpec(
         sequence_id=sequence_id,
         prompt_token_ids=encode(prompt),
@@ -68,6 +23,7 @@ def spec(sequence_id="a", prompt="hello", *, output=(), max_output_tokens=8, pri
         sampling=SamplingParams(max_output_tokens=max_output_tokens, **sampling),
         priority=priority,
         nonce=nonce,
+        prefix_salt=prefix_salt,
     )
 
 
