@@ -19,14 +19,14 @@ class TokenCounts:
     """
 
     def __init__(self, *, token_ids: Sequence[int], num_prompt_tokens: int, with_prompt: bool) -> None:
-        prompt = np.unique(np.asarray(token_ids[:num_prompt_tokens] if with_prompt else (), dtype=np.int64))
+        prompt = list(dict.fromkeys(token_ids[:num_prompt_tokens])) if with_prompt else []
         self._num_prompt_tokens = num_prompt_tokens
         self._num_seen = num_prompt_tokens
         self._num_ids = len(prompt)
         self._ids = np.zeros(len(prompt) + 64, dtype=np.int64)
         self._ids[: len(prompt)] = prompt
         self._counts = np.zeros(len(self._ids), dtype=np.float64)
-        self._place_by_id = {token_id: place for place, token_id in enumerate(prompt.tolist())}
+        self._place_by_id = {token_id: place for place, token_id in enumerate(prompt)}
         self.extend(token_ids)
 
     @property
