@@ -69,6 +69,7 @@ class CpuAttention:
             block_size=shape.block_size,
             scale=math.log2(math.e) / math.sqrt(shape.head_dim),
         )
+        self.layer_addresses = tuple(layer.data_ptr() for layer in self.blocks)
         self._partition_keys = kernels.functions.sluice_partition_keys()
         self._workspace = torch.empty(0, dtype=torch.float32)
 
@@ -154,9 +155,9 @@ class CpuStep:
         assert query.shape == (self.num_rows, shape.num_heads, shape.head_dim)
         assert key.shape == value.shape == (self.num_rows, shape.num_kv_heads, shape.head_dim)
         query, key, value = _dense_rows(query), _dense_rows(key), _dense_rows(value)
-        out = query.new_empty(query.shape)
+        out = torch.empty(query.shape, dtype=torch.float32)
         self.backend.kernels.functions.sluice_attend(
-            ctypes.addressof(self.steps[layer]), self.backend.blocks[layer].data_ptr(), query.data_ptr(), query.stride(0),
+            ctypes.addressof(self.steps[layer]), self.backend.layer_addresses[layer], query.data_ptr(), query.stride(0),
             key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), out.data_ptr(),
         )  # fmt: skip
         return out

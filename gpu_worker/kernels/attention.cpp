@@ -37,6 +37,15 @@ void reset(float* results, float* max, float* sum, int64_t n, int64_t value_stri
   for (int64_t r = 0; r < n; ++r) max[r] = kNothing, sum[r] = 0.0f;
 }
 
+inline int64_t group_size(int64_t left) { return left == 4 ? 2 : (left < kGroup ? left : kGroup); }
+
+Group make_group(const SluiceItem& item, int64_t row, int64_t n, int64_t heads, int64_t start, int64_t window) {
+  Group group = {row, group_size(n - row), {}};
+  for (int64_t r = 0; r < group.count; ++r)
+    group.ranges[r] = visible(item.first_position + (row + r) / heads, start, window);
+  return group;
+}
+
 void take_partition(const SluiceStep& step, const SluiceItem& item, const Sequence& sequence, const Scratch& scratch,
                     int64_t partition) {
   const SluiceShape& shape = step.shape;
@@ -52,14 +61,11 @@ void take_partition(const SluiceStep& step, const SluiceItem& item, const Sequen
     const Range all = {first.begin, visible(last_position, start, step.window).end};
     Tile tile;
     locate(shape, sequence, start, all, scratch, &tile);
-    for (int64_t row = 0; row < n;) {
-      const int64_t left = n - row, count = left == 4 ? 2 : (left < kGroup ? left : kGroup);
-      Range ranges[kGroup];
-      for (int64_t r = 0; r < count; ++r)
-        ranges[r] = visible(item.first_position + (row + r) / heads, start, step.window);
-      take_tile(shape, scratch, row, count, tile, ranges);
-      row += count;
-    }
+    // All scores before all values, so that one half of the tile stays in the first cache for every group.
+    for (int64_t row = 0; row < n; row += group_size(n - row))
+      score_group(shape, scratch, make_group(item, row, n, heads, start, step.window), tile);
+    for (int64_t row = 0; row < n; row += group_size(n - row))
+      add_group(shape, scratch, make_group(item, row, n, heads, start, step.window), tile);
   }
 }
 

@@ -144,11 +144,11 @@ inline void score_vectors(const float* query, int64_t query_stride, const float*
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kVectors; ++j) sums[r][j] = _mm256_setzero_ps();
   for (int64_t d = 0; d < head_dim; ++d) {
-    Vector k[kVectors];
-    for (int j = 0; j < kVectors; ++j) k[j] = _mm256_loadu_ps(key[j] + d * key_stride);
-    for (int r = 0; r < kRows; ++r) {
-      const Vector q = _mm256_broadcast_ss(query + r * query_stride + d);
-      for (int j = 0; j < kVectors; ++j) sums[r][j] = _mm256_fmadd_ps(q, k[j], sums[r][j]);
+    Vector q[kRows];  // and one vector of keys at a time: with the sums, 3 x 4 rows and vectors fill all 16 registers
+    for (int r = 0; r < kRows; ++r) q[r] = _mm256_broadcast_ss(query + r * query_stride + d);
+    for (int j = 0; j < kVectors; ++j) {
+      const Vector k = _mm256_loadu_ps(key[j] + d * key_stride);
+      for (int r = 0; r < kRows; ++r) sums[r][j] = _mm256_fmadd_ps(q[r], k, sums[r][j]);
     }
   }
   for (int r = 0; r < kRows; ++r)
@@ -178,22 +178,26 @@ inline Vector visible_lanes(int64_t vector, Range keys) {
   return _mm256_castsi256_ps(_mm256_andnot_si256(below_begin, below_end));
 }
 
+inline Vector hide(Vector x, Vector fill, int64_t vector, Range keys) {
+  const bool is_whole = vector * kLanes >= keys.begin && (vector + 1) * kLanes <= keys.end;
+  return is_whole ? x : _mm256_blendv_ps(fill, x, visible_lanes(vector, keys));
+}
+
 // Scores become weights; the row's maximum and sum take the tile in.
 inline void weigh(const Scratch& scratch, int64_t row, Range keys) {
   float* scores = scratch.scores + row * kTile;
   const int64_t begin = keys.begin / kLanes, end = (keys.end + kLanes - 1) / kLanes;
-  Vector maxima = _mm256_set1_ps(kNothing);
-  for (int64_t j = begin; j < end; ++j) {
-    const Vector x = _mm256_blendv_ps(_mm256_set1_ps(kNothing), _mm256_loadu_ps(scores + j * kLanes), visible_lanes(j, keys));
-    maxima = _mm256_max_ps(maxima, x);
-  }
+  const Vector nothing = _mm256_set1_ps(kNothing);
+  Vector maxima = nothing;
+  for (int64_t j = begin; j < end; ++j)
+    maxima = _mm256_max_ps(maxima, hide(_mm256_loadu_ps(scores + j * kLanes), nothing, j, keys));
   const float tile_max = max_lanes(maxima), before = scratch.max[row];
   const float max = tile_max > before ? tile_max : before;
   const Vector max_vector = _mm256_set1_ps(max);
   Vector sums = _mm256_setzero_ps();
   for (int64_t j = begin; j < end; ++j) {
     const Vector weight = exp2_of_negative(_mm256_sub_ps(_mm256_loadu_ps(scores + j * kLanes), max_vector));
-    const Vector seen = _mm256_and_ps(weight, visible_lanes(j, keys));
+    const Vector seen = hide(weight, _mm256_setzero_ps(), j, keys);
     sums = _mm256_add_ps(sums, seen);
     _mm256_storeu_ps(scores + j * kLanes, seen);
   }
@@ -217,11 +221,11 @@ inline void add_vectors(const Scratch& scratch, int64_t row, const Tile& tile, i
     const float* value = tile.values[i / kLanes] + i % kLanes * value_stride + at;
     const int64_t end = (i / kLanes + 1) * kLanes < keys.end ? (i / kLanes + 1) * kLanes : keys.end;
     for (; i < end; ++i, value += value_stride) {
-      Vector v[kVectors];
-      for (int j = 0; j < kVectors; ++j) v[j] = _mm256_loadu_ps(value + j * kLanes);
-      for (int r = 0; r < kRows; ++r) {
-        const Vector weight = _mm256_broadcast_ss(weights + r * kTile + i);
-        for (int j = 0; j < kVectors; ++j) sums[r][j] = _mm256_fmadd_ps(weight, v[j], sums[r][j]);
+      Vector weight[kRows];
+      for (int r = 0; r < kRows; ++r) weight[r] = _mm256_broadcast_ss(weights + r * kTile + i);
+      for (int j = 0; j < kVectors; ++j) {
+        const Vector v = _mm256_loadu_ps(value + j * kLanes);
+        for (int r = 0; r < kRows; ++r) sums[r][j] = _mm256_fmadd_ps(weight[r], v, sums[r][j]);
       }
     }
   }
@@ -242,29 +246,48 @@ void add_values(const Scratch& scratch, int64_t row, const Tile& tile, int64_t v
   if (at < value_stride) add_vectors<kRows, 1>(scratch, row, tile, value_stride, at, keys);
 }
 
-// Rows [row, row + count) against one tile; ranges[r] are the keys that row + r sees, none if empty.
-inline void take_tile(const SluiceShape& shape, const Scratch& scratch, int64_t row, int64_t count, const Tile& tile,
-               const Range* ranges) {
-  bool is_same = count > 1;
-  Range all = {kTile, 0};
-  for (int64_t r = 0; r < count; ++r) {
-    is_same = is_same && ranges[r].begin == ranges[0].begin && ranges[r].end == ranges[0].end;
-    if (ranges[r].begin >= ranges[r].end) continue;
-    all.begin = ranges[r].begin < all.begin ? ranges[r].begin : all.begin;
-    all.end = ranges[r].end > all.end ? ranges[r].end : all.end;
+// Rows that share the registers of one pass, and the keys of the tile that each sees, none if empty.
+struct Group {
+  int64_t row, count;
+  Range ranges[kGroup];
+
+  bool is_same() const {
+    for (int64_t r = 1; r < count; ++r)
+      if (ranges[r].begin != ranges[0].begin || ranges[r].end != ranges[0].end) return false;
+    return true;
   }
+
+  Range all() const {
+    Range keys = {kTile, 0};
+    for (int64_t r = 0; r < count; ++r) {
+      if (ranges[r].begin >= ranges[r].end) continue;
+      keys.begin = ranges[r].begin < keys.begin ? ranges[r].begin : keys.begin;
+      keys.end = ranges[r].end > keys.end ? ranges[r].end : keys.end;
+    }
+    return keys;
+  }
+};
+
+inline void score_group(const SluiceShape& shape, const Scratch& scratch, const Group& group, const Tile& tile) {
+  const Range all = group.all();
   if (all.begin >= all.end) return;
-  switch (count) {
-    case 3: score<3>(scratch, row, tile, shape, all); break;
-    case 2: score<2>(scratch, row, tile, shape, all); break;
-    default: score<1>(scratch, row, tile, shape, all);
+  switch (group.count) {
+    case 3: score<3>(scratch, group.row, tile, shape, all); break;
+    case 2: score<2>(scratch, group.row, tile, shape, all); break;
+    default: score<1>(scratch, group.row, tile, shape, all);
   }
-  for (int64_t r = 0; r < count; ++r)
-    if (ranges[r].begin < ranges[r].end) weigh(scratch, row + r, ranges[r]);
-  if (is_same && count == 3) return add_values<3>(scratch, row, tile, shape.value_stride, all);
-  if (is_same && count == 2) return add_values<2>(scratch, row, tile, shape.value_stride, all);
-  for (int64_t r = 0; r < count; ++r)
-    if (ranges[r].begin < ranges[r].end) add_values<1>(scratch, row + r, tile, shape.value_stride, ranges[r]);
+  for (int64_t r = 0; r < group.count; ++r)
+    if (group.ranges[r].begin < group.ranges[r].end) weigh(scratch, group.row + r, group.ranges[r]);
+}
+
+inline void add_group(const SluiceShape& shape, const Scratch& scratch, const Group& group, const Tile& tile) {
+  const Range all = group.all();
+  if (all.begin >= all.end) return;
+  if (group.count == 3 && group.is_same()) return add_values<3>(scratch, group.row, tile, shape.value_stride, all);
+  if (group.count == 2 && group.is_same()) return add_values<2>(scratch, group.row, tile, shape.value_stride, all);
+  for (int64_t r = 0; r < group.count; ++r)
+    if (group.ranges[r].begin < group.ranges[r].end)
+      add_values<1>(scratch, group.row + r, tile, shape.value_stride, group.ranges[r]);
 }
 
 }  // namespace sluice

@@ -12,6 +12,9 @@ from gpu_worker.kernels import build
 
 _log = structlog.get_logger(__name__)
 
+_ROWS = 2
+"""Dimensions of a tensor of rows; one of rows of heads has three."""
+
 _CPU_FEATURES = ("avx2", "fma", "f16c")
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 
@@ -59,15 +62,13 @@ class CpuKernels:
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """`out` = normalised `rows`, [T, H] or [T, heads, H] each, whose last dimension is dense; may be in place."""
-        wide, wide_out = (rows, out) if rows.dim() == 3 else (rows[:, None], out[:, None])  # noqa: PLR2004
-        num_rows, num_parts, width = wide.shape
-        assert weight.is_contiguous()
-        assert len(weight) == width
-        assert wide.shape == wide_out.shape
-        assert wide.stride(2) == wide_out.stride(2) == 1
+        shape, strides, out_strides = rows.shape, rows.stride(), out.stride()
+        assert shape == out.shape
+        assert weight.numel() == shape[-1]
+        assert strides[-1] == out_strides[-1] == 1
         self.functions.sluice_rms_norm(
-            wide.data_ptr(), wide.stride(0), wide.stride(1), wide_out.data_ptr(), wide_out.stride(0), wide_out.stride(1),
-            weight.data_ptr(), eps, num_rows, num_parts, width, torch.get_num_threads(),
+            rows.data_ptr(), strides[0], strides[1], out.data_ptr(), out_strides[0], out_strides[1], weight.data_ptr(), eps,
+            shape[0], 1 if len(shape) == _ROWS else shape[1], shape[-1], torch.get_num_threads(),
         )  # fmt: skip
 
     def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
@@ -105,7 +106,7 @@ def load_cpu_kernels() -> CpuKernels | None:
 def kernels_for(*tensors: torch.Tensor) -> CpuKernels | None:
     """The kernels, if they are there and work on what these tensors are."""
     for tensor in tensors:
-        if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.stride(-1) != 1:
+        if tensor.dtype != torch.float32 or not tensor.is_cpu or tensor.stride(-1) != 1:
             return None
     return load_cpu_kernels()
 

@@ -13,7 +13,7 @@ def rms_norm(
     Written to `out`, which may be `hidden` itself, or to a new tensor.
     """
     if kernels := kernels_for(hidden, weight):
-        out = hidden.new_empty(hidden.shape) if out is None else out
+        out = torch.empty_like(hidden, memory_format=torch.contiguous_format) if out is None else out
         kernels.rms_norm(hidden, weight, eps, out)
         return out
     wide = hidden.float()
