@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from gpu_worker.engine.port import SequenceFinish, SequenceOutput, SequenceSpec, Timings
-from service_kit.delta import Delta, TokenLogprob, extend_chain
+from service_kit.delta import Delta, extend_chain
 from service_kit.ids import GenerationId, SessionId
+from service_kit.logprob_codec import pack_logprobs, unpack_logprobs
 from service_kit.sampling import SamplingParams
 
 MAX_BATCH_TOKENS = 16_384
@@ -69,6 +70,7 @@ class AttemptNews:
 class AttemptRecord:
     """Owner of one attempt's output on this worker.
 
+    `packed_logprobs` has one entry per token, or none at all: 20 alternatives take 200 bytes packed and 2,300 as objects.
     `num_sent` counts the own tokens that the current stream has; `sent_chain` is the chain behind them. A record that
     `awaits_verdict` sends nothing: the new stream's scheduler has not yet said how far its log goes.
     """
@@ -80,7 +82,7 @@ class AttemptRecord:
     traceparent: str = ""
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    packed_logprobs: list[bytes] = field(default_factory=list)
     base_chain: int = 0
     chain: int = 0
     num_sent: int = 0
@@ -105,7 +107,7 @@ class AttemptRecord:
             self.base_chain = self.sent_chain = delta.prev_chain
         self.token_ids += delta.token_ids
         self.texts += delta.texts
-        self.logprobs += delta.logprobs
+        self.packed_logprobs += [pack_logprobs([each]) for each in delta.logprobs]
         self.chain = delta.chain
 
     def resend_from(self, sequence_number: int) -> None:
@@ -129,7 +131,7 @@ class AttemptRecord:
                 texts=tuple(self.texts[start:stop]),
                 prev_chain=self.sent_chain,
                 chain=self.chain if is_rest else extend_chain(self.sent_chain, token_ids),
-                logprobs=tuple(self.logprobs[start:stop]),
+                logprobs=tuple(each for packed in self.packed_logprobs[start:stop] for each in unpack_logprobs(packed)),
             )
             self.num_sent, self.sent_chain = stop, delta.chain
         end = self.end if self.num_sent == len(self.token_ids) else None

@@ -128,18 +128,22 @@ def rest_after(cursor: Cursor, delta: Delta) -> Delta | None:
 
 
 def join(deltas: Iterable[Delta]) -> Delta | None:
-    """One delta for several that continue each other; None for none. Raises ValueError where they do not."""
+    """One delta for several that continue each other; None for none. Raises ValueError where they do not.
+
+    Log probabilities are kept when all parts have them: an attempt may have run on a worker of a version without them.
+    """
     parts = list(deltas)
     if not parts:
         return None
     for left, right in pairwise(parts):
         if right.first != left.last + 1 or right.prev_chain != left.chain:
             raise ValueError(f"sequence number {right.first} does not continue {left.last}")
+    has_logprobs = all(part.logprobs for part in parts)
     return Delta(
         first=parts[0].first,
         token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
         texts=tuple(text for part in parts for text in part.texts),
         prev_chain=parts[0].prev_chain,
         chain=parts[-1].chain,
-        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs) if has_logprobs else (),
     )

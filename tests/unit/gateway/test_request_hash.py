@@ -86,3 +86,6 @@ def test_a_number_counts_as_its_32_bits() -> None:
 def test_the_hash_stays_the_same_between_releases() -> None:
     """A rolling upgrade must not turn a retry into a conflict."""
     assert request_hash(base()).hex() == "8159bf6a819f7944cb0b958e928d66704a112bd37889128e477dde6ffa487f96"
+    later = biased((9, 1.5), (3, -0.25))
+    later.sampling.MergeFrom(types_pb2.Sampling(min_p=0.1, presence_penalty=-0.5, logprobs=2, include_stop=True))
+    assert request_hash(later).hex() == "dfb889a717062deec656b5322b8367f10c8ff513ac7dd8f0a283f1364bd596c0"

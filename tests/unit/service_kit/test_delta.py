@@ -7,6 +7,7 @@ from service_kit.delta import (
     ChainMismatchError,
     Cursor,
     Delta,
+    TokenLogprob,
     extend_chain,
     join,
     make_delta,
@@ -71,6 +72,27 @@ def test_joining_gives_back_what_was_cut() -> None:
     assert right is not None
     assert join([left, right]) == whole
     assert join([]) is None
+
+
+def test_log_probabilities_are_cut_and_joined_with_their_tokens() -> None:
+    logprobs = [TokenLogprob(-1.0), TokenLogprob(-2.0, ((7, -0.5),)), TokenLogprob(-3.0)]
+    whole = make_delta(after=Cursor(), token_ids=[1, 2, 3], texts=["a", "b", "c"], logprobs=logprobs)
+    left = make_delta(after=Cursor(), token_ids=[1], texts=["a"], logprobs=logprobs[:1])
+    right = rest_after(left.end, whole)
+    assert right is not None
+    assert right.logprobs == tuple(logprobs[1:])
+    assert join([left, right]) == whole
+
+
+def test_a_part_without_log_probabilities_leaves_the_whole_without() -> None:
+    left = make_delta(after=Cursor(), token_ids=[1], texts=["a"], logprobs=[TokenLogprob(-1.0)])
+    right = make_delta(after=left.end, token_ids=[2], texts=["b"])
+    assert join([left, right]) == make_delta(after=Cursor(), token_ids=[1, 2], texts=["a", "b"])
+
+
+def test_a_delta_has_log_probabilities_for_all_tokens_or_none() -> None:
+    with pytest.raises(ValueError, match="log probabilities"):
+        make_delta(after=Cursor(), token_ids=[1, 2], texts=["a", "b"], logprobs=[TokenLogprob(-1.0)])
 
 
 def test_joining_refuses_a_gap_and_another_chain() -> None:
