@@ -5,8 +5,11 @@
 ARG PYTHON_IMAGE=python:3.11-slim
 
 FROM ${PYTHON_IMAGE} AS wheel
+# The compiler of the worker's CPU kernels; no final image has it. Skipped where the image brings one.
+RUN command -v g++ > /dev/null \
+    || (apt-get update -qq && apt-get install -qq --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*)
 WORKDIR /src
-COPY pyproject.toml README.md alembic.ini ./
+COPY pyproject.toml hatch_build.py README.md alembic.ini ./
 COPY service_kit service_kit
 COPY state_store state_store
 COPY migrations migrations

@@ -7,30 +7,37 @@ VENV ?= .venv
 BIN := $(abspath $(VENV)/bin)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY := $(abspath $(VENV))/.installed
+# The CPU kernels of the worker. Installing builds them; this rule builds them again when their sources change, because the
+# worker refuses a library of other sources. Without a C++ compiler it says so and the worker uses torch's slower code.
+KERNELS := gpu_worker/kernels/cpu_kernels.so
+KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint fmt protos protos-check clean
+.PHONY: help demo up test test-fast lint fmt kernels protos protos-check clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml hatch_build.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) "$(TORCH)"
 	$(PIP) --editable '.[dev]'
 	touch $@
 
-demo: $(READY) ## pull the small model, start everything, stream one answer, show its trace, stop everything
+$(KERNELS): $(KERNEL_SOURCES) | $(READY)
+	$(BIN)/python -m gpu_worker.kernels.build
+
+demo: $(READY) $(KERNELS) ## pull the small model, start everything, stream one answer, show its trace, stop everything
 	$(BIN)/sluice demo
 
-up: $(READY) ## run the whole stack on this machine until Ctrl-C
+up: $(READY) $(KERNELS) ## run the whole stack on this machine until Ctrl-C
 	$(BIN)/sluice up
 
-test: $(READY) ## all tests; starts every server it needs
+test: $(READY) $(KERNELS) ## all tests; starts every server it needs
 	$(BIN)/pytest
 
-test-fast: $(READY) ## tests without separate processes and without the real model
+test-fast: $(READY) $(KERNELS) ## tests without separate processes and without the real model
 	$(BIN)/pytest tests/unit tests/contract tests/stateful
 
 lint: $(READY) protos-check ## ruff, mypy strict, import rules, buf
@@ -43,6 +50,9 @@ lint: $(READY) protos-check ## ruff, mypy strict, import rules, buf
 fmt: $(READY) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+kernels: $(READY) ## compile the worker's CPU kernels again
+	$(BIN)/python -m gpu_worker.kernels.build
 
 protos: $(READY) ## regenerate protos/gen
 	PATH="$(BIN):$$PATH" PYTHON=$(BIN)/python protos/generate.sh
