@@ -68,7 +68,7 @@ def find_largest(logits: torch.Tensor, limits: Sequence[int]) -> Candidates:
     if vocab_size % _GROUP:
         logits = torch.nn.functional.pad(logits, (0, -vocab_size % _GROUP), value=-torch.inf)
     maxima = logits.view(num_rows, -1, _GROUP).amax(-1).cpu().numpy()
-    floors = np.maximum(_floors(logits, maxima, limits), np.finfo(np.float32).min)
+    floors = np.maximum(_floors(logits, maxima, np.array(limits)), np.finfo(np.float32).min)
     groups = np.flatnonzero(maxima >= floors[:, None])
     rows, columns = np.divmod(groups, maxima.shape[1])
     members = logits.view(-1, _GROUP)[torch.from_numpy(groups).to(logits.device)].cpu().numpy()
@@ -81,16 +81,21 @@ def find_largest(logits: torch.Tensor, limits: Sequence[int]) -> Candidates:
     )
 
 
-def _floors(logits: torch.Tensor, maxima: FloatArray, limits: Sequence[int]) -> FloatArray:
+def _floors(logits: torch.Tensor, maxima: FloatArray, limits: IdArray) -> FloatArray:
     """For each row a value that at least `limits[i]` of its logits reach, [R]."""
-    if max(limits) <= min(_MAX_GROUPED, maxima.shape[1]):
-        return _kth_largest(maxima, limits)
-    # The maxima of so many groups would not leave few candidates.
-    floors = [_kth_largest(logits[row : row + 1].cpu().numpy(), [limit]) for row, limit in enumerate(limits)]
-    return np.concatenate(floors)
+    floors = np.empty(len(limits), dtype=np.float32)
+    # The maxima of more groups would not leave few candidates.
+    is_grouped = limits <= min(_MAX_GROUPED, maxima.shape[1])
+    if is_grouped.any():
+        floors[is_grouped] = _kth_largest(maxima[is_grouped], limits[is_grouped])
+    if not is_grouped.all():
+        rows = np.flatnonzero(~is_grouped)
+        whole = logits[torch.from_numpy(rows).to(logits.device)].cpu().numpy()
+        floors[rows] = _kth_largest(whole, limits[rows])
+    return floors
 
 
-def _kth_largest(values: FloatArray, limits: Sequence[int]) -> FloatArray:
-    ranks = values.shape[1] - np.array(limits)
+def _kth_largest(values: FloatArray, limits: IdArray) -> FloatArray:
+    ranks = values.shape[1] - limits
     floors: FloatArray = np.partition(values, np.unique(ranks), axis=1)[np.arange(len(values)), ranks]
     return floors
