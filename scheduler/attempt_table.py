@@ -53,6 +53,8 @@ class AttemptTable:
     """Owner of a session's expected attempts."""
 
     _by_generation: dict[GenerationId, ExpectedAttempt] = field(default_factory=dict)
+    _reported: frozenset[AttemptRef] = frozenset()
+    """Attempts whose memory the latest load report counts."""
 
     def __len__(self) -> int:
         return len(self._by_generation)
@@ -100,6 +102,13 @@ class AttemptTable:
             if known.is_seen and known.ref not in named:
                 known.is_seen, known.expected_since_s = False, now_s
 
+    def note_reported(self, held: Sequence[HeldAttempt], *, num_in_engine: int) -> None:
+        """Takes what a worker names together with how many sequences its load report counts. The report is as old as the
+        engine's last step: the attempts that came last, beyond that number, do not show in it yet."""
+        live = [attempt.ref for attempt in held if not attempt.is_finished]
+        finished = [attempt.ref for attempt in held if attempt.is_finished]
+        self._reported = frozenset([*live[:num_in_engine], *finished])
+
     def note_produced(self, refs: Iterable[AttemptRef]) -> None:
         for ref in refs:
             if (known := self.find(ref)) is not None:
@@ -109,7 +118,7 @@ class AttemptTable:
         """Context of what was dispatched and does not show in the worker's load report yet, by rank of the class."""
         tokens = [0] * len(PriorityClass)
         for known in self._by_generation.values():
-            if not known.is_seen:
+            if known.ref not in self._reported:
                 tokens[known.record.priority_class.rank] += known.context_tokens
         interactive, standard, batch = tokens
         return interactive, standard, batch

@@ -100,7 +100,7 @@ def queue_entry_of(record: GenerationRecord, *, output_tokens: int = 0) -> Queue
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """A session as the dispatcher sees it. `room_blocks` of its latest report and `unseen_tokens`, the context of what was
-    dispatched but not yet named, are by rank of the class."""
+    dispatched but does not show in it yet, are by rank of the class."""
 
     max_running: int
     num_outstanding: int

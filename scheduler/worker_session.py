@@ -186,19 +186,25 @@ class WorkerSession:
         self.last_heard_s = self._around.clock()
         match response.WhichOneof("message"):
             case "hello":
-                self.load = decode_load(response.hello.load)
+                held = decode_held(response.hello.held)
+                self._take_load(response.hello.load, held)
                 self.cached_prefixes.reset(response.hello.cached_prefixes)
-                self._spawn(self._greet(decode_held(response.hello.held)))
+                self._spawn(self._greet(held))
             case "heartbeat":
                 beat = response.heartbeat
-                self.load = decode_load(beat.load)
+                held = decode_held(beat.held)
+                self._take_load(beat.load, held)
                 self.cached_prefixes.change(added=beat.cached_prefixes_added, removed=beat.cached_prefixes_removed)
-                self._on_heartbeat(decode_held(beat.held))
+                self._on_heartbeat(held)
             case "delta_batch":
                 assert self._stream is not None
                 self._writer.put(self._stream, response.delta_batch)
             case other:
                 _log.error("session_response_unknown", message=other)
+
+    def _take_load(self, load: worker_pb2.LoadReport, held: list[HeldAttempt]) -> None:
+        self.load = decode_load(load)
+        self.table.note_reported(held, num_in_engine=self.load.num_running + self.load.num_waiting)
 
     async def _greet(self, held: list[HeldAttempt]) -> None:
         """A new stream: verdicts by the log for what the worker holds, a new assignment for what it does not. Beside the

@@ -87,7 +87,7 @@ async def test_a_class_gets_what_the_report_says_for_it_and_no_other(
     assert not await rig.dispatch()
 
 
-async def test_what_was_dispatched_counts_until_the_worker_names_it(
+async def test_what_was_dispatched_counts_until_a_load_report_shows_it(
     served: tuple[SchedulerRig, ScriptedWorker],
 ) -> None:
     rig, worker = served
@@ -101,7 +101,13 @@ async def test_what_was_dispatched_counts_until_the_worker_names_it(
     assert not await rig.dispatch()
     worker.hold(first.generation_id, 1, position=0)
     worker.heartbeat()
-    await eventually(lambda: session_of(rig).capacity().unseen_tokens == (0, 0, 0))
+    attempt = session_of(rig).table.all()[0]
+    await eventually(lambda: attempt.is_seen)
+    assert not await rig.dispatch(), "it is named, but the report beside it is older"
+    worker.load = report(3, 3, 3)
+    worker.load.num_waiting = 1
+    worker.heartbeat()
+    await eventually(lambda: session_of(rig).load.num_waiting == 1)
     assert await rig.dispatch()
 
 

@@ -1,0 +1,52 @@
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from scheduler.attempt_table import AttemptTable, ExpectedAttempt, HeldAttempt
+from state_store.model import PriorityClass
+from state_store.ports import AttemptRef
+
+
+def ref(name):
+    return AttemptRef(generation_id=name, attempt=1)
+
+
+def held(name, *, is_finished=False):
+    return HeldAttempt(ref=ref(name), position=0, is_finished=is_finished)
+
+
+@pytest.fixture
+def table():
+    """Attempts "a", "b", "c" of the three classes, with contexts of 1, 10 and 100 tokens."""
+    table = AttemptTable()
+    for index, (name, priority_class) in enumerate(zip("abc", PriorityClass, strict=True)):
+        record = SimpleNamespace(generation_id=name, attempt=1, priority_class=priority_class)
+        span = SimpleNamespace(end=lambda: None)
+        table.expect(ExpectedAttempt(record=record, context_tokens=10**index, expected_since_s=0.0, span=span))
+    return table
+
+
+def test_what_no_report_shows_counts_by_class(table):
+    assert table.unseen_tokens() == (1, 10, 100)
+
+
+def test_a_report_shows_the_oldest_of_what_is_named_as_many_as_it_counts(table):
+    everything = [held("a"), held("b"), held("c")]
+    table.note_reported(everything, num_in_engine=2)
+    assert table.unseen_tokens() == (0, 0, 100)
+    table.note_reported(everything, num_in_engine=3)
+    assert table.unseen_tokens() == (0, 0, 0)
+    table.note_reported([held("c")], num_in_engine=5)
+    assert table.unseen_tokens() == (1, 10, 0)
+
+
+def test_what_has_finished_needs_no_memory_any_more(table):
+    named = [replace(held("a"), is_finished=True), held("b"), held("c")]
+    table.note_reported(named, num_in_engine=1)
+    assert table.unseen_tokens() == (0, 0, 100)
+
+
+def test_what_is_over_does_not_count(table):
+    table.forget(ref("c"))
+    assert table.unseen_tokens() == (1, 10, 0)
