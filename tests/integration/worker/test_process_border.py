@@ -1,10 +1,13 @@
 """No engine process outlives its worker, and no worker says that it is ready before its engine is."""
 
 import asyncio
+import socket
 import subprocess
 
 from grpc_health.v1 import health_pb2
 
+from gpu_worker.engine.progress import ProgressPage
+from gpu_worker.supervisor import EngineCommand
 from tests.integration.worker.scripted_scheduler import assignment
 from tests.integration.worker.test_worker_process import (
     engine_pid,
@@ -48,6 +51,23 @@ async def test_a_worker_that_is_killed_right_behind_the_start_of_its_engine_leav
         worker.kill()
         await worker.wait()
         await eventually(lambda: not is_alive(engine))
+
+
+async def test_an_engine_whose_worker_is_gone_before_it_has_begun_does_not_begin(model_directory):
+    ours, theirs = socket.socketpair()
+    progress = ProgressPage.create()
+    command = EngineCommand(model_directory=model_directory, settings={"load_s": 600})
+    with theirs:
+        ours.close()
+        fds = {"fd": theirs.fileno(), "progress_fd": progress.fileno()}
+        engine = await asyncio.create_subprocess_exec(*command.arguments(**fds), pass_fds=tuple(fds.values()))
+    try:
+        assert await asyncio.wait_for(engine.wait(), 30) == 0
+    finally:
+        progress.close()
+        if engine.returncode is None:
+            engine.kill()
+            await engine.wait()
 
 
 async def test_an_engine_that_is_not_ready_in_the_configured_time_ends_with_its_worker(model_directory, desks):
