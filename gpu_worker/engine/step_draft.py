@@ -1,6 +1,8 @@
 """A step's plan while it is made: tokens per sequence, and what is left of its bounds. Pure."""
 
-from gpu_worker.engine.sequence import Sequence
+from collections.abc import Mapping
+
+from gpu_worker.engine.sequence import PlannedSequence, Sequence
 from gpu_worker.engine.step_cost import StepCost, attended_positions
 from gpu_worker.engine.step_limits import StepLimits
 
@@ -45,6 +47,10 @@ class StepDraft:
         """Where the sequence's next token in this plan stands."""
         return sequence.num_computed_tokens + self.chunks.get(sequence.sequence_id, 0)
 
+    def describe(self, sequences: Mapping[str, Sequence]) -> tuple[PlannedSequence, ...]:
+        """The draft as plain data."""
+        return tuple(_describe(sequences[sequence_id], chunk) for sequence_id, chunk in self.chunks.items())
+
     def room_for_prefill(self, start: int, wanted: int) -> int:
         """How many of `wanted` tokens behind `start` others fit into the step."""
         most = min(wanted, self.budget)
@@ -66,3 +72,14 @@ class StepDraft:
         )
         # Before the first step nothing is known; the least prefill finds out.
         return seconds is not None and seconds <= self._limits.target_step_s
+
+
+def _describe(sequence: Sequence, num_tokens: int) -> PlannedSequence:
+    start = sequence.num_computed_tokens
+    return PlannedSequence(
+        sequence_id=sequence.sequence_id,
+        start=start,
+        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
+        block_table=tuple(sequence.block_table),
+        is_sampled=start + num_tokens == sequence.num_tokens,
+    )

@@ -37,3 +37,7 @@ class StepLimits:
             raise ValueError("target_step_s must be above 0")
         if not 0 <= self.min_growth_ratio <= self.initial_growth_ratio <= 1:
             raise ValueError("growth ratios must satisfy 0 <= min_growth_ratio <= initial_growth_ratio <= 1")
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a prefill of so many tokens is long."""
+        return num_tokens > self.long_prefill_tokens

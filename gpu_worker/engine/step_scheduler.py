@@ -17,14 +17,12 @@ from operator import attrgetter
 
 from gpu_worker.engine.admission import Admission, AdmissionRule, GrowthRatio
 from gpu_worker.engine.block_pool import BlockPool
-from gpu_worker.engine.in_flight import InFlightBlocks
-from gpu_worker.engine.kv_memory import KvMemory
 from gpu_worker.engine.port import CacheChanges
-from gpu_worker.engine.sequence import PlannedSequence, Sequence, SequenceState, StepPlan
+from gpu_worker.engine.sequence import Sequence, SequenceState, StepPlan
+from gpu_worker.engine.sequence_blocks import SequenceBlocks
 from gpu_worker.engine.step_cost import StepCost, attended_by
 from gpu_worker.engine.step_draft import StepDraft
 from gpu_worker.engine.step_limits import StepLimits
-from service_kit.prefix_hash import extend_block_hash
 
 __all__ = ["NeverFitsError", "StepLimits", "StepScheduler"]
 
@@ -47,8 +45,8 @@ class StepScheduler:
     def __init__(self, *, pool: BlockPool, limits: StepLimits, num_host_blocks: int = 0) -> None:
         self._pool = pool
         self._limits = limits
-        self._memory = KvMemory(pool=pool, num_host_blocks=num_host_blocks)
-        self._in_flight = InFlightBlocks()
+        self._blocks = SequenceBlocks(pool=pool, num_host_blocks=num_host_blocks)
+        self._memory = self._blocks.memory
         self._cost = StepCost()
         self._growth = GrowthRatio(initial=limits.initial_growth_ratio, minimum=limits.min_growth_ratio)
         self._admission = AdmissionRule(pool=pool, limits=limits, growth=self._growth, cost=self._cost)
@@ -121,7 +119,7 @@ class StepScheduler:
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._sequences[sequence.sequence_id] = sequence
-        self._enqueue(sequence)
+        insort(self._waiting, sequence, key=_by_order)
 
     def remove(self, sequence_id: str) -> None:
         """Ends a sequence in any state and gives its blocks back at once."""
@@ -138,7 +136,7 @@ class StepScheduler:
         self._plan_decodes(draft)
         self._plan_prefills(draft)
         self._growth.step(is_short_of_blocks=draft.is_short_of_blocks)
-        planned = tuple(_describe(self._sequences[name], chunk) for name, chunk in draft.chunks.items())
+        planned = draft.describe(self._sequences)
         assert planned or not self._sequences, "a step must advance some sequence"
         self._plan = StepPlan(sequences=planned, preempted=tuple(draft.preempted), moves=self._memory.take_moves())
         return self._plan
@@ -158,8 +156,8 @@ class StepScheduler:
             sequence.num_computed_tokens = end
             if planned.is_sampled:
                 sequence.token_ids.append(sampled[planned.sequence_id])
-            if end >= (sequence.num_published_blocks + 1) * block_size and sequence.prefix_root is not None:
-                self._publish(sequence)
+            if end >= (sequence.num_published_blocks + 1) * block_size:
+                self._blocks.publish(sequence)
         self._plan = StepPlan(sequences=())
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -179,22 +177,13 @@ class StepScheduler:
 
     def check_integrity(self) -> None:
         """Raises BlockAccountingError or AssertionError unless blocks, names, tables and states agree."""
-        self._memory.check_integrity(other.block_table for other in self._sequences.values())
-        self._in_flight.check_integrity(self._running)
+        self._blocks.check_integrity(self._sequences.values(), self._plan)
         assert self._running == sorted(self._running, key=_by_order), "running sequences are out of order"
         assert self._waiting == sorted(self._waiting, key=_by_order), "waiting sequences are out of order"
         assert len(self._running) + len(self._waiting) == len(self._sequences)
-        ends = {planned.sequence_id: planned.context_length for planned in self._plan.sequences}
         for sequence in self._sequences.values():
             is_running = sequence.state is SequenceState.RUNNING
             assert is_running == (sequence in self._running) != (sequence in self._waiting)
-            end = ends.get(sequence.sequence_id, sequence.num_computed_tokens)
-            assert len(sequence.block_table) == self._pool.num_blocks_for(end), "blocks and tokens disagree"
-        for planned in self._plan.sequences:
-            if planned.sequence_id in self._sequences:
-                for block in planned.block_table[planned.start // self._pool.block_size :]:
-                    assert self._pool.num_references(block) == 1, f"the plan writes shared block {block}"
-                    assert not self._memory.is_named(block), f"the plan writes cached block {block}"
 
     def _plan_decodes(self, draft: StepDraft) -> None:
         for sequence in self._running.copy():
@@ -242,16 +231,14 @@ class StepScheduler:
 
     def _take_in(self, sequence: Sequence, draft: StepDraft) -> bool:
         """Makes a waiting sequence running unless it has to wait for a block, its turn, time or memory."""
-        if self._awaits_block(sequence):
+        if self._blocks.still_waits(sequence):
             return False
-        found = self._memory.find(sequence.block_hashes)
-        next_hash = sequence.block_hashes[len(found)] if len(found) < len(sequence.block_hashes) else None
-        if next_hash is not None and self._in_flight.is_coming(next_hash, sequence.priority):
-            sequence.awaited_hash = next_hash
+        found = self._blocks.find(sequence)
+        if self._blocks.starts_to_wait(sequence, found):
             return False
-        num_found = min(len(found) * self._pool.block_size, sequence.num_tokens - 1)
-        if self._is_long(sequence, num_found):
-            num_long = sum(self._is_long(other, other.num_computed_tokens) for other in self._running)
+        num_found = self._blocks.num_found_tokens(sequence, found)
+        if self._limits.is_long(sequence.num_tokens - num_found):
+            num_long = sum(self._limits.is_long(other.num_uncomputed_tokens) for other in self._running)
             if num_long >= self._limits.max_long_prefills:
                 draft.num_passed += 1
                 draft.is_admission_closed = draft.num_passed >= _MAX_PASSED
@@ -266,33 +253,16 @@ class StepScheduler:
         self._admit(sequence, found[: admission.num_found], admission, draft)
         return True
 
-    def _awaits_block(self, sequence: Sequence) -> bool:
-        """Whether the block that it was found to wait for is still on its way."""
-        awaited = sequence.awaited_hash
-        if awaited is None:
-            return False
-        if not self._memory.is_findable(awaited) and self._in_flight.is_coming(awaited, sequence.priority):
-            return True
-        sequence.awaited_hash = None
-        return False
-
     def _admit(self, sequence: Sequence, found: list[int | None], admission: Admission, draft: StepDraft) -> None:
         for victim in admission.victims:
             self._preempt(victim, draft)
-        num_cached = min(len(found) * self._pool.block_size, sequence.num_tokens - 1)
-        sequence.block_table = self._memory.acquire(
-            sequence.block_hashes, found, is_last_private=admission.is_last_private
-        )
+        self._blocks.attach(sequence, found, is_last_private=admission.is_last_private)
+        self._num_cached_prompt_tokens += sequence.num_computed_tokens
         if sequence.state is SequenceState.WAITING:
-            sequence.num_cached_tokens = num_cached
-        self._num_cached_prompt_tokens += num_cached
-        sequence.num_computed_tokens = num_cached
-        sequence.num_published_blocks = len(found) - admission.is_last_private
-        sequence.num_admitted_tokens = sequence.num_tokens
+            sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.state = SequenceState.RUNNING
         _take_out(self._waiting, sequence)
         insort(self._running, sequence, key=_by_order)
-        self._in_flight.start(sequence)
         draft.admitted.add(sequence.sequence_id)
 
     def _extend_prefill(self, sequence: Sequence, most: int, draft: StepDraft) -> None:
@@ -312,64 +282,22 @@ class StepScheduler:
             self._preempt(victim, draft)
             if victim is sequence:
                 return False
-        sequence.block_table += self._memory.allocate(num_missing)
+        self._blocks.grow(sequence, num_missing)
         return True
 
     def _preempt(self, victim: Sequence, draft: StepDraft) -> None:
         draft.preempt(victim)
         self._stop(victim)
         victim.state = SequenceState.PREEMPTED
-        self._enqueue(victim)
+        insort(self._waiting, victim, key=_by_order)
         self._num_preempted += 1
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._hash_blocks(sequence, sequence.num_tokens // self._pool.block_size)
-        insort(self._waiting, sequence, key=_by_order)
-
     def _stop(self, sequence: Sequence) -> None:
-        """Takes a running sequence's blocks; their published content stays findable."""
         _take_out(self._running, sequence)
-        self._in_flight.stop(sequence)
-        self._memory.release(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed_tokens = sequence.num_published_blocks = 0
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Makes the blocks findable that became full, with all their tokens computed."""
-        num_known = len(sequence.block_hashes)
-        num_full = sequence.num_computed_tokens // self._pool.block_size
-        self._hash_blocks(sequence, num_full)
-        for index in range(sequence.num_published_blocks, num_full):
-            block_hash = sequence.block_hashes[index]
-            if index < num_known:
-                self._in_flight.finish(sequence, block_hash)
-            self._memory.publish(sequence.block_table[index], block_hash)
-        sequence.num_published_blocks = num_full
-
-    def _hash_blocks(self, sequence: Sequence, num_blocks: int) -> None:
-        """Hashes the first blocks of a sequence that were not hashed yet."""
-        root, hashes, size = sequence.prefix_root, sequence.block_hashes, self._pool.block_size
-        if root is not None:
-            for index in range(len(hashes), num_blocks):
-                parent = hashes[-1] if hashes else None
-                hashes.append(extend_block_hash(root, parent, sequence.token_ids[index * size : (index + 1) * size]))
-
-    def _is_long(self, sequence: Sequence, num_present: int) -> bool:
-        return sequence.num_tokens - num_present > self._limits.long_prefill_tokens
+        self._blocks.detach(sequence)
 
 
 def _take_out(ordered: list[Sequence], sequence: Sequence) -> None:
     index = bisect_left(ordered, sequence.order, key=_by_order)
     assert ordered[index] is sequence
     del ordered[index]
-
-
-def _describe(sequence: Sequence, num_tokens: int) -> PlannedSequence:
-    start = sequence.num_computed_tokens
-    return PlannedSequence(
-        sequence_id=sequence.sequence_id,
-        start=start,
-        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
-        block_table=tuple(sequence.block_table),
-        is_sampled=start + num_tokens == sequence.num_tokens,
-    )
