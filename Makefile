@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint fmt kernels protos protos-check clean
+.PHONY: help demo up test test-fast lint fmt kernels protos protos-check chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -39,6 +39,15 @@ test: $(READY) $(KERNELS) ## all tests; starts every server it needs
 
 test-fast: $(READY) $(KERNELS) ## tests without separate processes and without the real model
 	$(BIN)/pytest tests/unit tests/contract tests/stateful
+
+TRIALS ?= 200
+SEED ?= 1
+ENGINE ?= sim
+chaos: $(READY) ## random faults, exact checks: TRIALS=200 SEED=1 ENGINE=sim|real, or TRIAL=n to replay one
+	$(BIN)/python -m tests.chaos --trials $(TRIALS) --seed $(SEED) --engine $(ENGINE) $(if $(TRIAL),--trial $(TRIAL))
+
+chaos-mutation: $(READY) ## plant known faults in a copy of the tree; the chaos trials must find each
+	$(BIN)/python -m tests.chaos.mutation --seed $(SEED)
 
 lint: $(READY) protos-check ## ruff, mypy strict, import rules, buf
 	$(BIN)/ruff check .
