@@ -40,7 +40,7 @@ class CpuKernels:
     A row's result has the same bits whatever other rows there are and however many threads.
     """
 
-    def __init__(self, library: Path = build.LIBRARY) -> None:
+    def __init__(self, library: Path) -> None:
         """Raises KernelsUnavailableError, also for a library that was built from other sources than these."""
         _check_cpu(Path("/proc/cpuinfo"))
         if not library.exists():
@@ -97,7 +97,7 @@ class CpuKernels:
 def load_cpu_kernels() -> CpuKernels | None:
     """The kernels, or None where they cannot be used; the reason is logged once."""
     try:
-        return CpuKernels()
+        return CpuKernels(build.LIBRARY)
     except KernelsUnavailableError as error:
         _log.warning("cpu_kernels_unavailable", reason=str(error))
         return None

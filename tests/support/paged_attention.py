@@ -1,0 +1,129 @@
+"""Drives an attention backend through steps, and the dense fp64 computation that it is compared with."""
+
+import itertools
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gpu_worker.attention.cpu import CpuAttention
+from gpu_worker.attention.port import AttentionBackend, AttentionShape, SequenceRows
+from gpu_worker.attention.reference import ReferenceAttention
+from gpu_worker.kernels.library import CpuKernels, load_cpu_kernels
+
+Step = list[tuple[int, int]]
+"""(sequence, rows) in packed order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Query, key and value of every position of a sequence."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def make_heads(shape: AttentionShape, length: int, seed: int) -> Heads:
+    generator = torch.Generator().manual_seed(seed)
+    fused = torch.randn(length, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, generator=generator)
+    query, key, value = fused.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+    return Heads(query=query * 2, key=key, value=value)
+
+
+def dense(heads: Heads, window: int | None) -> torch.Tensor:
+    """Attention of all positions at once in fp64."""
+    query, key, value = heads.query.double(), heads.key.double(), heads.value.double()
+    length, num_heads, head_dim = query.shape
+    key, value = (part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (key, value))
+    positions = torch.arange(length)
+    is_seen = positions <= positions[:, None]
+    if window is not None:
+        is_seen &= positions > positions[:, None] - window
+    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(head_dim)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -math.inf).softmax(-1), value)
+
+
+def need_kernels() -> CpuKernels:
+    """The kernels; without a compiler there are none, and the test is skipped."""
+    kernels = load_cpu_kernels()
+    if kernels is None and shutil.which("g++") is None:
+        pytest.skip("the CPU kernels need a C++ compiler")
+    assert kernels is not None, "the CPU kernels are not built: make kernels"
+    return kernels
+
+
+def make_backend(name: str, shape: AttentionShape) -> AttentionBackend:
+    """A backend whose memory is full of what is not a number."""
+    if name == "reference":
+        reference = ReferenceAttention(shape, device=torch.device("cpu"), dtype=torch.float32)
+        for memory in (reference.keys, reference.values):
+            memory[:, :-1].fill_(math.nan)
+        return reference
+    backend = CpuAttention(shape, need_kernels())
+    backend.blocks.fill_(math.nan)
+    return backend
+
+
+class Run:
+    """Sequences on one backend, each with a block table, advanced by steps; outputs [layers, T, heads, head_dim]."""
+
+    def __init__(
+        self, backend: AttentionBackend, shape: AttentionShape, sequences: list[Heads], tables: list[tuple[int, ...]]
+    ):
+        self.backend, self.shape, self.sequences, self.tables = backend, shape, sequences, tables
+        self.computed = [0] * len(sequences)
+        self.outputs: list[list[torch.Tensor]] = [[] for _ in sequences]
+
+    def step(self, step: Step) -> None:
+        for (number, count), part in zip(step, self.compute(step), strict=True):
+            self.outputs[number].append(part)
+            self.computed[number] += count
+
+    def compute(self, step: Step) -> list[torch.Tensor]:
+        """The outputs of a step per sequence; nothing is taken for computed, so that it may be repeated."""
+        rows, slices = [], []
+        first_rows = itertools.accumulate((count for _, count in step), initial=0)
+        for (number, count), first_row in zip(step, first_rows, strict=False):
+            start = self.computed[number]
+            rows.append(
+                SequenceRows(
+                    first_row=first_row,
+                    num_rows=count,
+                    context_length=start + count,
+                    block_table=self.tables[number][: -(-(start + count) // self.shape.block_size)],
+                )
+            )
+            slices.append((self.sequences[number], slice(start, start + count)))
+        attend = self.backend.begin_step(rows)
+        query, key, value = (
+            torch.cat([getattr(heads, part)[at] for heads, at in slices]) for part in ("query", "key", "value")
+        )
+        packed = torch.stack([attend(layer, query, key, value) for layer in range(self.shape.num_layers)])
+        return list(packed.split([count for _, count in step], dim=1))
+
+    def result(self, number: int) -> torch.Tensor:
+        return torch.cat(self.outputs[number], dim=1)
+
+
+def place(shape: AttentionShape, lengths: list[int], rng: random.Random) -> list[tuple[int, ...]]:
+    """Block tables over random blocks of the pool."""
+    free = rng.sample(range(shape.num_blocks), shape.num_blocks)
+    return [tuple(free.pop() for _ in range(-(-length // shape.block_size))) for length in lengths]
+
+
+def random_steps(lengths: list[int], rng: random.Random, chunks: tuple[int, ...]) -> Iterator[Step]:
+    """Random subsets of the sequences in random order, each with a random number of its next rows, until all are done."""
+    left = list(lengths)
+    while any(left):
+        alive = [number for number, rows in enumerate(left) if rows]
+        step = [
+            (number, min(left[number], rng.choice(chunks))) for number in rng.sample(alive, rng.randint(1, len(alive)))
+        ]
+        for number, count in step:
+            left[number] -= count
+        yield step
