@@ -42,7 +42,7 @@ class EngineLink(Protocol):
 class WorkerSession:
     """Owner of one incarnation's attempts. Commands come from the current stream, in order; frames from the engine.
 
-    `prefixes` belong to the engine process, which may carry several sessions one after another.
+    `prefixes` and the latest `load` are the engine process's, which may carry several sessions one after another.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class WorkerSession:
         times: StreamTimes,
         clock: Callable[[], float],
         prefixes: CachedPrefixes | None = None,
+        load: LoadReport | None = None,
         on_finish: Callable[[AttemptRecord, SequenceFinish, LoadReport], None] = lambda _record, _finish, _load: None,
     ) -> None:
         self.session_id = session_id
         self.capabilities = capabilities
         self.book = AttemptBook(session_id)
-        self.load = _empty_load(capabilities)
+        self.load = load if load is not None else _empty_load(capabilities)
         self.is_draining = False
         self.was_silent = False
         """Whether the last stream ended because its scheduler said nothing; whoever announces clears it."""

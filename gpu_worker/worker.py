@@ -144,12 +144,16 @@ class Worker:
 
     async def _pump(self, engine: SupervisedEngine) -> None:
         """Frames go to the session that is current; what belongs to an earlier one finds no record there."""
+        num_pauses = 0
         while True:
             frame = await engine.next_frame()
             if self._session is not None:
                 self._session.take_frame(frame)
             if isinstance(frame, OutputFrame):
                 await engine.ack(frame.output.step)
+                if frame.num_pauses > num_pauses:
+                    num_pauses = frame.num_pauses
+                    _log.warning("engine_paused", num_pauses=num_pauses)  # this process was too slow for it
 
     async def _watch(self, engine: SupervisedEngine) -> None:
         await engine.watch(self._times.hang)
@@ -164,7 +168,7 @@ class Worker:
             except SessionOverError as error:
                 _log.warning("session_over", session_id=session.session_id, reason=str(error))
                 self._end_session(AbortedError("the session is over"))
-                self._begin_session(engine, capabilities)
+                self._begin_session(engine, capabilities, load=session.load)
                 await engine.abort([record.sequence_id for record in session.book if record.end is None])
 
     async def _wait_drained(self) -> None:
@@ -186,7 +190,10 @@ class Worker:
         except TimeoutError:
             return
 
-    def _begin_session(self, engine: SupervisedEngine, capabilities: Capabilities) -> None:
+    def _begin_session(
+        self, engine: SupervisedEngine, capabilities: Capabilities, load: LoadReport | None = None
+    ) -> None:
+        """`load` is the engine's latest report, if it has served a session before."""
         self._session = WorkerSession(
             session_id=new_session_id(),
             capabilities=capabilities,
@@ -194,6 +201,7 @@ class Worker:
             times=self._times.stream,
             clock=self._clock,
             prefixes=self._prefixes,
+            load=load,
             on_finish=self._on_finish,
         )
         if self._drain_wanted.is_set():

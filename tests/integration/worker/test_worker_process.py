@@ -195,6 +195,7 @@ async def test_a_session_that_schedulers_count_as_over_is_given_up_without_a_new
         assert (await again.hello()).session_id not in desk.over
         assert list((await again.hello()).held) == []
         assert len((await again.hello()).cached_prefixes) == 1, "the engine and its cache are the same"
+        assert (await again.hello()).load.step > 0
         await eventually(lambda: bool(again.of("heartbeat")) and again.of("heartbeat")[-1].load.num_running == 0)
         assert engine_pid(worker.pid) == engine
 
