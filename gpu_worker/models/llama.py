@@ -118,8 +118,8 @@ class LlamaModel:
         heads = layer.query_key_value(rows).view(len(rows), num_turned + config.num_kv_heads, config.head_dim)
         query, key, value = heads[:, : config.num_heads], heads[:, config.num_heads : num_turned], heads[:, num_turned:]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query.copy_(rms_norm(query, layer.query_norm, config.rms_norm_eps))
-            key.copy_(rms_norm(key, layer.key_norm, config.rms_norm_eps))
+            rms_norm(query, layer.query_norm, config.rms_norm_eps, out=query)
+            rms_norm(key, layer.key_norm, config.rms_norm_eps, out=key)
         if layer.is_rotary:
             rotation.apply(heads[:, :num_turned])
         output = attend(index, query, key, value)

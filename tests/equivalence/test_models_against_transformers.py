@@ -167,6 +167,22 @@ def test_a_feature_that_is_ignored_would_be_seen(name, made):
     assert max(differences.values()) > 1e-2
 
 
+@pytest.mark.parametrize("name", ["llama, all biases", *(name for name in VARIANTS if "window" in name)])
+def test_logits_are_the_same_bits_alone_and_cut_otherwise(name, made):
+    directory, together = made(name)
+    parts = load_parts(directory, EngineSettings(threads=1, num_blocks=64, block_size=BLOCK_SIZE))
+    if not parts.capabilities.is_batch_invariant:
+        pytest.skip("this machine has no kernels that are")
+    num_compared = 0
+    for number, token_ids in enumerate(SEQUENCES):
+        alone = packed_logits(parts.runner, [token_ids], block_size=BLOCK_SIZE, chunks=(3, 1, 1, 1, 1, 1))
+        for (_, length), row in alone.items():
+            if (number, length) in together:
+                assert torch.equal(row, together[number, length]), (number, length)
+                num_compared += 1
+    assert num_compared > 20
+
+
 def test_several_shards_are_several_files(made):
     directory, _ = made("llama, three shards")
     assert len(list(directory.glob("model-*.safetensors"))) >= 3
