@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from service_kit.delta import Cursor, make_delta
+from service_kit.delta import Cursor, TokenLogprob, make_delta
 from service_kit.errors import Reason
 from service_kit.ids import GenerationId, RequestId, SchedulerId, SessionId, TenantId
 from service_kit.sampling import FinishReason
@@ -276,7 +276,10 @@ class StoreMachine(RuleBasedStateMachine):
 def _output(length: int, base: int) -> Any:
     if length == 0:
         return None
-    return make_delta(after=Cursor(), token_ids=[base] * length, texts=["\x00" if base == 1 else "é"] * length)
+    texts, logprobs = ["é"] * length, [TokenLogprob(-0.5, ((base, -0.25),))] * length
+    if base == 1:
+        texts, logprobs = ["\x00"] * length, []
+    return make_delta(after=Cursor(), token_ids=[base] * length, texts=texts, logprobs=logprobs)
 
 
 def _check_move(before: GenerationRecord, after: GenerationRecord) -> None:
