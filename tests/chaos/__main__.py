@@ -8,11 +8,11 @@ import traceback
 from pathlib import Path
 
 from tests.chaos.campaign import Campaign, run_campaign, temporary_setup
-from tests.chaos.engines import start_simulated
+from tests.chaos.engines import start_real, start_simulated
 from tests.chaos.plan import DECK, FaultKind
 from tests.chaos.report import summary, write_result
 
-_STARTS = {"sim": start_simulated}
+_STARTS = {"sim": start_simulated, "real": start_real}
 
 
 def main(arguments: list[str] | None = None) -> int:

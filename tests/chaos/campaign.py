@@ -73,14 +73,13 @@ async def run_campaign(campaign: Campaign, setup: Setup, say: Say) -> Tally:
 
 
 def _one_line(result: TrialResult) -> str:
-    pause_s = max((visit.longest_pause_s for visit in result.history.visits), default=0.0)
     found = failures(result.findings)
     verdict = f"{len(found)} FINDINGS" if found else "ok"
     permitted = len(result.findings) - len(found)
     lost = f", data loss permitted {permitted}" if permitted else ""
     return (
         f"trial {result.plan.number:>4}  {result.plan.fault.kind:<15} {len(result.history.generations):>3} generations,"
-        f" {len(result.history.attempts):>3} attempts, pause {pause_s:4.1f} s, took {result.took_s:4.1f} s: {verdict}{lost}"
+        f" {len(result.history.attempts):>3} attempts, pause {result.longest_pause_s:4.1f} s, took {result.took_s:4.1f} s: {verdict}{lost}"
     )
 
 

@@ -33,6 +33,8 @@ class Tally:
     longest_pause_s: float = 0.0
     longest_pause_trial: int = 0
     longest_first_token_s: float = 0.0
+    pause_s_by_fault: dict[str, float] = field(default_factory=dict)
+    """The longest pause of any stream, per kind of fault."""
     faults: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     failed: list[dict[str, Any]] = field(default_factory=list)
@@ -50,7 +52,8 @@ class Tally:
         self.took_s += result.took_s
         self.faults[result.plan.fault.kind.value] += 1
         self.findings.update(count_kinds(result.findings))
-        pause_s = max((visit.longest_pause_s for visit in history.visits), default=0.0)
+        kind, pause_s = result.plan.fault.kind.value, result.longest_pause_s
+        self.pause_s_by_fault[kind] = round(max(pause_s, self.pause_s_by_fault.get(kind, 0.0)), 3)
         if pause_s > self.longest_pause_s:
             self.longest_pause_s, self.longest_pause_trial = pause_s, result.plan.number
         waits = [visit.first_token_s for visit in history.visits if visit.first_token_s is not None]
@@ -124,6 +127,7 @@ def summary(tally: Tally) -> str:
         ("failures told", found["FAILURE"]),
         ("data loss", f"{found['DATA_LOSS']} not permitted, {found['PERMITTED_DATA_LOSS']} permitted and proven"),
         ("longest pause", f"{tally.longest_pause_s:.1f} s (trial {tally.longest_pause_trial})"),
+        ("by fault", ", ".join(f"{kind} {s:.1f}" for kind, s in sorted(tally.pause_s_by_fault.items()))),
         ("first token", f"after at most {tally.longest_first_token_s:.1f} s"),
         ("database afterwards", "; ".join(tally.swept) or "nothing wrong"),
         ("ended by itself", f"{tally.num_restarts} processes"),

@@ -43,6 +43,10 @@ class TrialResult:
     deaths: int = 0
 
     @property
+    def longest_pause_s(self) -> float:
+        return max((visit.longest_pause_s for visit in self.history.visits), default=0.0)
+
+    @property
     def accepted(self) -> set[str]:
         return {generation_id for visit in self.history.visits for generation_id in visit.accepted_ids}
 
