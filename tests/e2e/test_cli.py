@@ -71,8 +71,11 @@ def test_up_serves_generate_and_status_and_leaves_nothing_behind(home: Path, num
             assert len(answer.stdout.rstrip("\n")) == 12
             assert "12 output tokens, ended by LENGTH" in answer.stderr
             assert "generation " in answer.stderr
-            again = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4")
+            again = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4", "--logprobs", "1")
             assert again.stdout == answer.stdout
+            first = f'"{answer.stdout[0]}"'
+            assert f"    1  {first}" in again.stderr
+            assert again.stderr.splitlines()[0].endswith(f"  {first} 0.0000")
             status = _run(home, "status")
             assert status.returncode == 0, status.stdout + status.stderr
             assert status.stdout.count("SERVING") == 4
