@@ -150,6 +150,16 @@ def test_min_p_compares_with_the_most_probable_token():
     assert drawn_tokens(logs(0.4, 0.4, 0.2), min_p=1.0) == {0, 1}
 
 
+def test_a_nucleus_may_end_among_very_many_tokens_of_very_small_probability():
+    """0.7 for one token; 0.18 over 20,000 odd ones, which reach 0.85; 0.12 over 20,000 even ones, which it leaves out."""
+    logits = np.log(np.where(np.arange(40001) % 2 == 1, 0.18 / 20000, 0.12 / 20000))
+    logits[0] = np.log(0.7)
+    tokens = drawn_tokens(logits.tolist(), 60, top_p=0.85)
+    assert 0 in tokens
+    assert len(tokens) > 5
+    assert all(token % 2 == 1 for token in tokens - {0})
+
+
 def test_equals_of_the_last_one_kept_stay():
     assert drawn_tokens([1.0, 0.0, 0.0, -1.0], 500, top_k=2) == {0, 1, 2}
     assert drawn_tokens(logs(0.4, 0.2, 0.2, 0.2), 500, top_p=0.5) == {0, 1, 2, 3}
