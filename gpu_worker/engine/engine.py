@@ -21,6 +21,7 @@ from gpu_worker.engine.sequence import PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
+from service_kit.prefix_hash import model_fingerprint, prefix_root
 
 _MAX_FINISHED_IDS = 4096
 
@@ -43,12 +44,14 @@ class NativeEngine:
         table: TokenTable,
         eos_token_ids: Iterable[int],
         clock: Callable[[], float] = time.time,
+        num_host_blocks: int = 0,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._executor = executor
         self._capabilities = capabilities
+        self._fingerprint = model_fingerprint(revision=capabilities.model_revision, precision=capabilities.precision)
         self._pool = BlockPool(num_blocks=capabilities.num_blocks, block_size=capabilities.block_size)
-        self._scheduler = StepScheduler(pool=self._pool, limits=limits)
+        self._scheduler = StepScheduler(pool=self._pool, limits=limits, num_host_blocks=num_host_blocks)
         self._table = table
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
@@ -72,7 +75,7 @@ class NativeEngine:
         live = LiveSequence(
             spec=spec,
             stage=OutputStage(self._table, rules, prior_output=spec.output_token_ids),
-            sequence=_new_sequence(spec),
+            sequence=self._new_sequence(spec),
             clock=self._clock,
             added=self._clock(),
         )
@@ -104,22 +107,28 @@ class NativeEngine:
         outputs += self._move(plan)
         if plan.sequences:
             outputs += self._compute(plan)
-        return StepOutput(step=self._step, outputs=tuple(outputs))
+        return StepOutput(step=self._step, outputs=tuple(outputs), cache_changes=self._scheduler.take_cache_changes())
 
     def load_report(self) -> LoadReport:
-        num_slots = (self._pool.num_blocks - self._pool.num_free) * self._pool.block_size
+        scheduler, pool = self._scheduler, self._pool
+        num_slots = (pool.num_blocks - pool.num_free) * pool.block_size
         return LoadReport(
             step=self._step,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
             max_running=self._capabilities.max_running,
             largest_batch=self._largest_batch,
-            num_free_blocks=self._pool.num_free,
-            num_blocks=self._pool.num_blocks,
-            block_size=self._pool.block_size,
-            kv_waste=1 - self._scheduler.num_computed_tokens / num_slots if num_slots else 0.0,
-            room_blocks=(self._pool.num_free,) * 3,
-            num_preempted=self._scheduler.num_preempted,
+            num_free_blocks=pool.num_free,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            kv_waste=1 - scheduler.num_computed_tokens / num_slots if num_slots else 0.0,
+            room_blocks=scheduler.room_blocks,
+            num_preempted=scheduler.num_preempted,
+            num_cached_blocks=scheduler.num_cached_blocks,
+            num_computed_prompt_tokens=scheduler.num_computed_prompt_tokens,
+            num_cached_prompt_tokens=scheduler.num_cached_prompt_tokens,
+            num_blocks_to_host=scheduler.num_blocks_to_host,
+            num_blocks_from_host=scheduler.num_blocks_from_host,
             num_failed=self._num_failed,
         )
 
@@ -142,6 +151,16 @@ class NativeEngine:
                 f"prompt and max_output_tokens are {num_tokens} tokens together, the context holds {context_length}"
             )
 
+    def _new_sequence(self, spec: SequenceSpec) -> ScheduledSequence:
+        return ScheduledSequence(
+            sequence_id=spec.sequence_id,
+            token_ids=[*spec.prompt_token_ids, *spec.output_token_ids],
+            num_prompt_tokens=len(spec.prompt_token_ids),
+            max_total_tokens=len(spec.prompt_token_ids) + spec.sampling.max_output_tokens,
+            priority=spec.priority,
+            prefix_root=prefix_root(model_fingerprint=self._fingerprint, tenant_salt=spec.prefix_salt),
+        )
+
     def _move(self, plan: StepPlan) -> list[SequenceOutput]:
         """Copies the plan's blocks. When that fails, the sequences that would read the copies end with a failure."""
         if not plan.moves:
@@ -152,7 +171,10 @@ class NativeEngine:
             log.exception("moving_blocks_failed", step=self._step)
             filled = {block for _, block in (*plan.moves.from_host, *plan.moves.duplicated)}
             concerned = [live for live in self._live.values() if not filled.isdisjoint(live.sequence.block_table)]
-            return [self._fail(live, f"moving blocks failed: {_describe(error)}") for live in concerned]
+            outputs = [self._fail(live, f"moving blocks failed: {_describe(error)}") for live in concerned]
+            # What was to be saved is not in the host tier, so nothing that nobody holds may be found any more.
+            self._scheduler.drop_cached()
+            return outputs
         return []
 
     def _compute(self, plan: StepPlan) -> list[SequenceOutput]:
@@ -162,7 +184,9 @@ class NativeEngine:
         for each in planned:
             live = self._live[each.sequence_id]
             live.prefill_started = live.prefill_started or now
+        started = self._timer()
         results = self._run(planned)
+        self._scheduler.observe(plan, self._timer() - started)
         outputs = [
             self._fail(self._live[sequence_id], result.reason)
             for sequence_id, result in results.items()
@@ -242,13 +266,3 @@ class NativeEngine:
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _new_sequence(spec: SequenceSpec) -> ScheduledSequence:
-    return ScheduledSequence(
-        sequence_id=spec.sequence_id,
-        token_ids=[*spec.prompt_token_ids, *spec.output_token_ids],
-        num_prompt_tokens=len(spec.prompt_token_ids),
-        max_total_tokens=len(spec.prompt_token_ids) + spec.sampling.max_output_tokens,
-        priority=spec.priority,
-    )

@@ -48,6 +48,7 @@ def make_engine(
         limits=settings.step_limits(),
         table=parts.table,
         eos_token_ids=parts.manifest.eos_token_ids,
+        num_host_blocks=settings.num_host_blocks,
         clock=clock,
     )
 
@@ -69,6 +70,7 @@ def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
         head_dim=config.head_dim,
         num_blocks=num_blocks,
         block_size=settings.block_size,
+        num_host_blocks=settings.num_host_blocks,
         windows=config.windows,
     )
     attention = _allocate_kv_memory(shape, device, dtype)
@@ -84,6 +86,7 @@ def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
         num_blocks=num_blocks,
         block_size=settings.block_size,
         max_running=settings.max_running,
+        is_batch_invariant=model.is_batch_invariant and attention.is_batch_invariant,
         details={"device": str(device), "threads": str(torch.get_num_threads()), "attention": attention.name},
     )
     return EngineParts(manifest=manifest, capabilities=capabilities, runner=runner, table=table)

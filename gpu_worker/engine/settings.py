@@ -17,7 +17,7 @@ class EngineSettings:
 
     threads: None takes what affinity and control group allow. num_blocks: None takes `memory_share` of the available
     memory, but not more than max_running sequences of full length need. num_host_blocks: blocks of the host tier, 0 for
-    none. Limits as in StepLimits.
+    none. target_step_ms: prefill and admission are bounded so that a step takes about no longer. Other limits as in StepLimits.
     """
 
     threads: int | None = None
@@ -29,6 +29,7 @@ class EngineSettings:
     token_budget: int = 512
     max_long_prefills: int = 2
     long_prefill_tokens: int = 256
+    target_step_ms: float | None = None
     device: str = "cpu"
     dtype: str = "float32"
 
@@ -54,4 +55,5 @@ class EngineSettings:
             token_budget=self.token_budget,
             max_long_prefills=self.max_long_prefills,
             long_prefill_tokens=self.long_prefill_tokens,
+            target_step_s=None if self.target_step_ms is None else self.target_step_ms / 1000,
         )

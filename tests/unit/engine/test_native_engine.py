@@ -217,7 +217,7 @@ def test_timings_are_in_the_order_of_events():
 def test_the_load_report_counts_sequences_blocks_and_waste():
     engine = make_engine(max_running=2)
     for name in "abc":
-        engine.add(make_spec(name, encode("abcde")))
+        engine.add(make_spec(name, encode(f"{name}bcde")))
     engine.step()
     report = engine.load_report()
     assert (report.num_running, report.num_waiting, report.largest_batch) == (2, 1, 2)
