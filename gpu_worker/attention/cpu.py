@@ -18,6 +18,8 @@ from gpu_worker.engine.sequence import BlockMoves
 from gpu_worker.kernels.library import CpuKernels
 
 _LANES = 8
+_WORTH_THREADS = 500_000
+"""Multiplications of a layer below which other threads, which may have to wake up, cost more than they save."""
 
 
 class _Shape(ctypes.Structure):
@@ -127,7 +129,7 @@ class CpuAttention:
     def _c_step(self, arrays: RowArrays, work: Work, window: int | None, threads: int) -> _Step:
         return _Step(
             shape=self._c_shape,
-            threads=threads,
+            threads=threads if work.cost * self.shape.num_kv_heads * self.shape.head_dim >= _WORTH_THREADS else 1,
             num_rows=len(arrays.slots),
             num_items=len(work.items),
             num_merges=len(work.merges),

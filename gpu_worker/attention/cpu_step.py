@@ -72,6 +72,8 @@ class Work:
     merges: Integers
     num_partial_rows: int
     max_item_rows: int
+    cost: int
+    """About the keys that head rows look at, all KV heads apart; tells whether threads are worth waking."""
 
 
 def divide_work(rows: RowArrays, *, window: int | None, heads_per_kv_head: int, partition_keys: int) -> Work:
@@ -115,6 +117,7 @@ def divide_work(rows: RowArrays, *, window: int | None, heads_per_kv_head: int, 
         merges=np.stack((first_rows, tile_sizes, partials, num_partitions), axis=1)[is_split],
         num_partial_rows=int(partial_rows.sum()),
         max_item_rows=tile_rows,
+        cost=int(costs.sum()),
     )
 
 

@@ -70,10 +70,7 @@ void take_partition(const SluiceStep& step, const SluiceItem& item, const Sequen
 }
 
 inline void divide(const float* result, float sum, int64_t head_dim, float* out) {
-  for (int64_t d = 0; d < head_dim; d += kLanes) {
-    const __m256i lanes = first_lanes(head_dim - d);
-    _mm256_maskstore_ps(out + d, lanes, _mm256_div_ps(_mm256_maskload_ps(result + d, lanes), _mm256_set1_ps(sum)));
-  }
+  for (int64_t d = 0; d < head_dim; ++d) out[d] = result[d] / sum;
 }
 
 int64_t unit_size(const SluiceShape& shape) { return shape.block_size * (shape.head_dim + shape.value_stride); }

@@ -9,8 +9,8 @@ using namespace sluice;
 
 namespace {
 
-// Below this many numbers a second thread costs more than it saves.
-constexpr int64_t kWorthThreads = 32768;
+// Below this many numbers a second thread, which may have to wake up, costs more than it saves.
+constexpr int64_t kWorthThreads = 65536;
 
 inline Vector silu_and_multiply(Vector gate, Vector up) {
   const Vector denominator = _mm256_add_ps(_mm256_set1_ps(1.0f), exp_of(_mm256_sub_ps(_mm256_setzero_ps(), gate)));
@@ -47,14 +47,29 @@ inline void normalise(const float* row, const float* weight, float eps, int64_t 
   }
 }
 
-// Pairs (first[i], second[i]) turned by the angle whose cosine and sine are given.
-inline void turn(float* first, float* second, const float* cos, const float* sin, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) {
+struct Pair {
+  Vector first, second;
+};
+
+// x and y turned by the angle with cosine c and sine s.
+inline Pair turn(Vector x, Vector y, Vector c, Vector s) {
+  return {_mm256_fmsub_ps(x, c, _mm256_mul_ps(y, s)), _mm256_fmadd_ps(y, c, _mm256_mul_ps(x, s))};
+}
+
+inline void turn_head(float* first, float* second, const float* cos, const float* sin, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    const Pair turned = turn(_mm256_loadu_ps(first + i), _mm256_loadu_ps(second + i), _mm256_loadu_ps(cos + i),
+                             _mm256_loadu_ps(sin + i));
+    _mm256_storeu_ps(first + i, turned.first);
+    _mm256_storeu_ps(second + i, turned.second);
+  }
+  if (i < count) {
     const __m256i lanes = first_lanes(count - i);
-    const Vector x = _mm256_maskload_ps(first + i, lanes), y = _mm256_maskload_ps(second + i, lanes);
-    const Vector c = _mm256_maskload_ps(cos + i, lanes), s = _mm256_maskload_ps(sin + i, lanes);
-    _mm256_maskstore_ps(first + i, lanes, _mm256_fmsub_ps(x, c, _mm256_mul_ps(y, s)));
-    _mm256_maskstore_ps(second + i, lanes, _mm256_fmadd_ps(y, c, _mm256_mul_ps(x, s)));
+    const Pair turned = turn(_mm256_maskload_ps(first + i, lanes), _mm256_maskload_ps(second + i, lanes),
+                             _mm256_maskload_ps(cos + i, lanes), _mm256_maskload_ps(sin + i, lanes));
+    _mm256_maskstore_ps(first + i, lanes, turned.first);
+    _mm256_maskstore_ps(second + i, lanes, turned.second);
   }
 }
 
@@ -102,13 +117,13 @@ SLUICE_EXPORT void sluice_silu_and_multiply(const float* gate_up, int64_t stride
 // heads [rows, num_heads, 2 * half], turned in place; turns [rows, 2, half]: cosines, then sines.
 SLUICE_EXPORT void sluice_rotate(float* heads, int64_t row_stride, int64_t head_stride, const float* turns, int64_t rows,
                    int64_t num_heads, int64_t half, int64_t threads) {
-  const bool worth = rows * num_heads * half >= kWorthThreads / 2;
+  const bool worth = rows * num_heads * half >= kWorthThreads;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
   for (int64_t row = 0; row < rows; ++row) {
     const float* cos = turns + row * 2 * half;
     for (int64_t head = 0; head < num_heads; ++head) {
       float* first = heads + row * row_stride + head * head_stride;
-      turn(first, first + half, cos, cos + half, half);
+      turn_head(first, first + half, cos, cos + half, half);
     }
   }
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpu_worker.attention import cpu
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.port import AttentionShape
 from gpu_worker.kernels import build
@@ -26,7 +27,9 @@ LENGTHS = [150, 3, 66, 97]
 
 
 @pytest.fixture(autouse=True)
-def _restore_threads():
+def _threads(monkeypatch):
+    """Threads share even the smallest step, as many as the test sets."""
+    monkeypatch.setattr(cpu, "_WORTH_THREADS", 0)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

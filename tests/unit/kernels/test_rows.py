@@ -10,6 +10,7 @@ from tests.support.paged_attention import need_kernels
 
 EPS = 1e-5
 WIDTHS = (1, 7, 8, 33, 100, 577, 1536)
+"""The widest are shared by threads, others are not."""
 BATCHES = (1, 2, 3, 7, 16, 33, 70)
 
 
@@ -84,22 +85,22 @@ def test_extreme_gates_close_open_or_stay_not_a_number():
 @pytest.mark.parametrize("half", [1, 5, 16, 40])
 def test_a_rotation_depends_on_its_own_row_alone(half):
     table = RotaryTable(1.0 / 100 ** (torch.arange(half) / half), num_positions=300, dtype=torch.float32, scale=1.25)
-    fused, positions = randn(70, 8, 2 * half), torch.arange(70) * 4
+    fused, positions = randn(70, 34, 2 * half), torch.arange(70) * 4
 
     def compute(first: int, last: int) -> torch.Tensor:
         copy = fused[first:last].clone()
-        table.at(positions[first:last]).apply(copy[:, 1:6])
+        table.at(positions[first:last]).apply(copy[:, 1:31])
         return copy
 
     assert_rows_alike(compute, fused)
     angles = (positions[:, None].float() * (1.0 / 100 ** (torch.arange(half) / half))).double()[:, None]
-    first, second = fused.double()[:, 1:6].chunk(2, dim=-1)
+    first, second = fused.double()[:, 1:31].chunk(2, dim=-1)
     cos, sin = angles.cos() * 1.25, angles.sin() * 1.25
     expected = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     turned = compute(0, 70)
-    torch.testing.assert_close(turned[:, 1:6].double(), expected, rtol=1e-5, atol=3e-6)
+    torch.testing.assert_close(turned[:, 1:31].double(), expected, rtol=1e-5, atol=3e-6)
     assert torch.equal(turned[:, :1], fused[:, :1])
-    assert torch.equal(turned[:, 6:], fused[:, 6:])
+    assert torch.equal(turned[:, 31:], fused[:, 31:])
 
 
 def test_a_table_has_the_same_bits_on_any_number_of_threads_and_for_any_last_position():
