@@ -1,5 +1,7 @@
 """Rows do not influence each other, and what is remembered of a sequence never changes a result."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -185,6 +187,16 @@ def test_counts_hold_each_token_once_with_its_occurrences_in_the_output(with_pro
     counts.extend(tokens)
     held = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
     assert held == ({7: 0, 8: 1, 9: 3} if with_prompt else {8: 1, 9: 3})
+
+
+def test_counts_are_right_when_a_sequence_has_far_more_tokens_than_at_first():
+    tokens = np.random.default_rng(0).integers(0, 400, 1000).tolist()
+    counts = TokenCounts(token_ids=tokens[:10], num_prompt_tokens=10, with_prompt=True)
+    for length in (11, 90, 500, 1000):
+        counts.extend(tokens[:length])
+        occurrences = Counter(tokens[10:length])
+        held = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+        assert held == {token: occurrences[token] for token in tokens[:length]}
 
 
 @pytest.mark.gpu
