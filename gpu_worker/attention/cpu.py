@@ -94,7 +94,7 @@ class CpuAttention:
 
     def begin_step(self, rows: list[SequenceRows]) -> "CpuStep":
         arrays = RowArrays.of(rows, self.shape.block_size)
-        assert ((arrays.tables >= 0) & (arrays.tables < self.shape.num_blocks)).all(), "a block outside the memory"
+        assert 0 <= arrays.tables.min() <= arrays.tables.max() < self.shape.num_blocks, "a block outside the memory"
         work_by_window = {
             window: divide_work(
                 arrays,

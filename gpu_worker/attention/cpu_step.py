@@ -19,6 +19,9 @@ _MAX_ROWS = 64
 _MAX_SPLIT_HEAD_ROWS = 32
 """Up to here a context is split over threads; more rows make enough pieces of work by themselves."""
 
+_ROWS, _FIRST_PARTITION, _PARTITIONS, _PARTIAL = 2, 4, 5, 6
+"""Columns of an item, SluiceItem of attention_tile.h."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowArrays:
@@ -80,45 +83,55 @@ def divide_work(rows: RowArrays, *, window: int | None, heads_per_kv_head: int, 
     """Cuts each sequence's rows into tiles of rows, and few rows with a long context into their partitions."""
     tile_rows = _tile_rows(heads_per_kv_head)
     last_positions = rows.first_positions + rows.num_rows
-    num_tiles = -(-last_positions // tile_rows) - rows.first_positions // tile_rows
+    first_tiles = rows.first_positions // tile_rows
+    num_tiles = -(-last_positions // tile_rows) - first_tiles
     sequence = np.repeat(np.arange(len(num_tiles)), num_tiles)
     # Tiles end where positions are multiples of their size, so that few of them end within a tile of keys.
-    grid = (np.repeat(rows.first_positions // tile_rows, num_tiles) + _count_within(num_tiles)) * tile_rows
+    grid = (first_tiles[sequence] + _count_within(num_tiles)) * tile_rows
     begins = np.maximum(rows.first_positions[sequence], grid)
     ends = np.minimum(last_positions[sequence], grid + tile_rows)
-    tile_sizes = ends - begins
     first_keys = np.zeros_like(begins) if window is None else np.maximum(begins - window + 1, 0)
-    first_partitions = first_keys // partition_keys
-    num_partitions = (ends - 1) // partition_keys + 1 - first_partitions
-    is_split = (num_partitions > 1) & (tile_sizes * heads_per_kv_head <= _MAX_SPLIT_HEAD_ROWS)
 
-    partial_rows = np.where(is_split, num_partitions * tile_sizes, 0)
-    partials = np.cumsum(partial_rows) - partial_rows
-    first_rows = rows.first_rows[sequence] + begins - rows.first_positions[sequence]
-    pieces = np.where(is_split, num_partitions, 1)
-    number = _count_within(pieces)
-    tile = np.repeat(np.arange(len(pieces)), pieces)
-    items = np.stack(
-        (
-            rows.table_starts[sequence][tile],
-            first_rows[tile],
-            tile_sizes[tile],
-            begins[tile],
-            first_partitions[tile] + number,
-            np.where(is_split, 1, num_partitions)[tile],
-            np.where(is_split[tile], partials[tile] + number * tile_sizes[tile], -1),
-        ),
-        axis=1,
-    )
-    num_keys = np.where(is_split[tile], partition_keys, (ends - first_keys)[tile])
-    costs = (tile_sizes[tile] * heads_per_kv_head + 4) * num_keys
+    items = np.empty((len(sequence), 7), dtype=np.int64)
+    items[:, 0] = rows.table_starts[sequence]
+    items[:, 1] = rows.first_rows[sequence] + begins - rows.first_positions[sequence]
+    items[:, _ROWS] = ends - begins
+    items[:, 3] = begins
+    items[:, _FIRST_PARTITION] = first_keys // partition_keys
+    items[:, _PARTITIONS] = (ends - 1) // partition_keys + 1 - items[:, _FIRST_PARTITION]
+    items[:, _PARTIAL] = -1
+    costs = (items[:, _ROWS] * heads_per_kv_head + 4) * (ends - first_keys)
+    cost = int(costs.sum())
+
+    is_split = (items[:, _PARTITIONS] > 1) & (items[:, _ROWS] * heads_per_kv_head <= _MAX_SPLIT_HEAD_ROWS)
+    merges = np.empty((0, 4), dtype=np.int64)
+    if is_split.any():
+        partitions = np.where(is_split, items[:, _PARTITIONS], 1)
+        costs = np.repeat(costs // partitions, partitions)
+        items, merges = _split(items, is_split)
+    if len(items) > 1:
+        items = items[np.argsort(-costs, kind="stable")]
     return Work(
-        items=np.ascontiguousarray(items[np.argsort(-costs, kind="stable")]),
-        merges=np.stack((first_rows, tile_sizes, partials, num_partitions), axis=1)[is_split],
-        num_partial_rows=int(partial_rows.sum()),
+        items=items,
+        merges=merges,
+        num_partial_rows=int((merges[:, 1] * merges[:, 3]).sum()) if len(merges) else 0,
         max_item_rows=tile_rows,
-        cost=int(costs.sum()),
+        cost=cost,
     )
+
+
+def _split(items: Integers, is_split: npt.NDArray[np.bool_]) -> tuple[Integers, Integers]:
+    """The chosen items as one item per partition, in place of each; and how their partial results are joined."""
+    partitions = np.where(is_split, items[:, _PARTITIONS], 1)
+    partial_rows = np.where(is_split, partitions * items[:, _ROWS], 0)
+    partials = np.cumsum(partial_rows) - partial_rows
+    merges = np.stack((items[:, 1], items[:, _ROWS], partials, partitions), axis=1)[is_split]
+    number = _count_within(partitions)
+    pieces, is_piece = np.repeat(items, partitions, axis=0), np.repeat(is_split, partitions)
+    pieces[:, _FIRST_PARTITION] += number
+    pieces[is_piece, _PARTITIONS] = 1
+    pieces[is_piece, _PARTIAL] = (np.repeat(partials, partitions) + number * pieces[:, _ROWS])[is_piece]
+    return pieces, merges
 
 
 def _tile_rows(heads_per_kv_head: int) -> int:
