@@ -18,6 +18,7 @@ MAX_ANNOUNCED_DIGESTS = 1 << 18
 cache of 4 million tokens; what a larger one holds beyond it is found by the engine only."""
 _ROOT_SIZE = 32
 _HASH_SIZE = 16
+_TOKEN_SIZE = 4
 
 
 def digest_of(block_hash: BlockHash) -> int:
@@ -38,11 +39,23 @@ def prefix_root(*, model_fingerprint: str, tenant_salt: str) -> PrefixRoot:
     return PrefixRoot(digest.digest())
 
 
-def extend_block_hash(root: PrefixRoot, parent: BlockHash | None, token_ids: Sequence[int]) -> BlockHash:
-    """Hash of one full block behind `parent` (None for the first block). blake2b is keyed by the root (RFC 7693)."""
-    digest = blake2b(parent or b"", digest_size=_HASH_SIZE, key=root)
-    digest.update(struct.pack(f"<{len(token_ids)}I", *token_ids))
-    return BlockHash(digest.digest())
+def extend_block_hashes(
+    root: PrefixRoot, hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, *, num_blocks: int
+) -> None:
+    """Appends to `hashes`, those of the first blocks of `token_ids`, the ones that are missing from `num_blocks`.
+
+    Each is the hash of the one before it and the block's tokens; blake2b is keyed by the root (RFC 7693).
+    """
+    known = len(hashes)
+    if num_blocks <= known:
+        return
+    fresh = token_ids[known * block_size : num_blocks * block_size]
+    packed = struct.pack(f"<{(num_blocks - known) * block_size}I", *fresh)
+    parent: bytes = hashes[-1] if hashes else b""
+    size = block_size * _TOKEN_SIZE
+    for start in range(0, len(packed), size):
+        parent = blake2b(parent + packed[start : start + size], digest_size=_HASH_SIZE, key=root).digest()
+        hashes.append(BlockHash(parent))
 
 
 def block_hashes(
@@ -55,7 +68,5 @@ def block_hashes(
     if block_size < 1:
         raise ValueError("block_size must be at least 1")
     hashes = list(known)
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else None
-        hashes.append(extend_block_hash(root, parent, token_ids[start : start + block_size]))
+    extend_block_hashes(root, hashes, token_ids, block_size, num_blocks=len(token_ids) // block_size)
     return hashes

@@ -9,7 +9,7 @@ from gpu_worker.engine.sequence import Sequence
 from gpu_worker.engine.step_cost import StepCost
 from gpu_worker.engine.step_limits import StepLimits
 
-_DECAY_STEPS = 600
+_DECAY_STEPS = 300
 _RISE = 0.1
 # Output beyond this is not reserved for: so long an output is rare, and a few such limits would empty the batch.
 _MAX_EXPECTED_TOKENS = 4096
@@ -101,7 +101,8 @@ class AdmissionRule:
         num_attended = sum(other.num_tokens for other in running) + sequence.num_tokens
         leaving = _Leaving(self._pool)
         while True:
-            if self._has_place(num_stays, num_attended):
+            # Whoever replaces a running sequence does not make the batch slower than it was.
+            if num_stays < len(running) or self._has_place(num_stays, num_attended):
                 num_tokens = self._growth.expected_tokens(sequence) if num_stays else sequence.num_tokens
                 needed = self._pool.num_blocks_for(num_tokens) + num_owed + (self._watermark if num_stays else 0)
                 for admission in self._ways(sequence, found, victims=running[num_stays:]):

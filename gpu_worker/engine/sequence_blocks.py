@@ -6,7 +6,7 @@ from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.in_flight import InFlightBlocks
 from gpu_worker.engine.kv_memory import KvMemory
 from gpu_worker.engine.sequence import Sequence, StepPlan
-from service_kit.prefix_hash import extend_block_hash
+from service_kit.prefix_hash import extend_block_hashes
 
 
 class SequenceBlocks:
@@ -98,8 +98,7 @@ class SequenceBlocks:
 
     def _hash(self, sequence: Sequence, num_blocks: int) -> None:
         """Hashes the first blocks of a sequence that were not hashed yet."""
-        root, hashes, size = sequence.prefix_root, sequence.block_hashes, self._pool.block_size
-        if root is not None:
-            for index in range(len(hashes), num_blocks):
-                parent = hashes[-1] if hashes else None
-                hashes.append(extend_block_hash(root, parent, sequence.token_ids[index * size : (index + 1) * size]))
+        if sequence.prefix_root is not None:
+            size = self._pool.block_size
+            hashes, token_ids = sequence.block_hashes, sequence.token_ids
+            extend_block_hashes(sequence.prefix_root, hashes, token_ids, size, num_blocks=num_blocks)

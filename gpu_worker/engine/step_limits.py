@@ -24,8 +24,8 @@ class StepLimits:
     long_prefill_tokens: int
     target_step_s: float | None = None
     min_prefill_tokens: int = 16
-    initial_growth_ratio: float = 0.3
-    min_growth_ratio: float = 0.1
+    initial_growth_ratio: float = 0.5
+    min_growth_ratio: float = 0.05
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_long_prefills", "long_prefill_tokens", "min_prefill_tokens"):

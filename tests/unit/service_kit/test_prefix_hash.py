@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service_kit.prefix_hash import block_hashes, prefix_root
+from service_kit.prefix_hash import block_hashes, extend_block_hashes, prefix_root
 
 ROOT = prefix_root(model_fingerprint="rev:fp32", tenant_salt="tenant")
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -24,6 +24,17 @@ def test_hashes_agree_exactly_as_far_as_the_blocks_do(left: list[int], right: li
 def test_known_hashes_are_continued(token_ids: list[int], num_known: int) -> None:
     hashes = block_hashes(ROOT, token_ids, 4)
     assert block_hashes(ROOT, token_ids, 4, known=hashes[:num_known]) == hashes
+
+
+@given(ids, st.integers(0, 10))
+def test_a_list_of_hashes_grows_to_the_blocks_asked_for(token_ids: list[int], num_blocks: int) -> None:
+    hashes = block_hashes(ROOT, token_ids, 4)
+    num_blocks = min(num_blocks, len(hashes))
+    grown = hashes[: num_blocks // 2]
+    extend_block_hashes(ROOT, grown, token_ids, 4, num_blocks=num_blocks)
+    assert grown == hashes[:num_blocks]
+    extend_block_hashes(ROOT, grown, token_ids, 4, num_blocks=0)
+    assert grown == hashes[:num_blocks]
 
 
 @pytest.mark.parametrize(("model", "salt"), [("rev:int8", "tenant"), ("rev:fp32", "other"), ("rev:fp32t", "enant")])
