@@ -25,6 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
         directory=parsed.out,
         deck=tuple(parsed.only) if parsed.only else DECK,
         stops_at_first=parsed.stop_at_first,
+        keeps_pause_s=parsed.keep_pause,
     )
     try:
         return asyncio.run(_run(campaign))
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--start", type=int, default=1, help="number of the first trial")
     parser.add_argument("--only", type=lambda name: FaultKind(name.upper()), nargs="+", help="kinds of faults")
     parser.add_argument("--stop-at-first", action="store_true", help="end after the first trial that fails")
+    parser.add_argument("--keep-pause", type=float, help="keep the logs of trials with a pause longer than this, s")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     return parser
 

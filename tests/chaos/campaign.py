@@ -27,6 +27,8 @@ class Campaign:
     directory: Path
     deck: tuple[FaultKind, ...] = DECK
     stops_at_first: bool = False
+    keeps_pause_s: float | None = None
+    """Trials with a longer pause leave their remains too."""
 
 
 def _make_root() -> Path:
@@ -59,9 +61,10 @@ async def run_campaign(campaign: Campaign, setup: Setup, say: Say) -> Tally:
         tally.add(result)
         say(_one_line(result))
         bad = failures(result.findings)
-        if bad:
-            remains = campaign.directory / f"trial-{campaign.seed}-{number}"
+        remains = campaign.directory / f"trial-{campaign.seed}-{number}"
+        if bad or (campaign.keeps_pause_s is not None and result.longest_pause_s > campaign.keeps_pause_s):
             write_remains(remains, result, setup.stack.lines)
+        if bad:
             say(_complaint(campaign, result, remains))
         del setup.stack.lines[:first_line]
         write_result(campaign.directory, tally)

@@ -167,7 +167,7 @@ async def is_all_over(connection: Connection, request_prefix: str) -> bool:
     query = (
         "SELECT count(*) AS live FROM generations WHERE starts_with(request_id, %s) AND state IN ('QUEUED', 'RUNNING')"
     )
-    return (await fetch(connection, query, request_prefix))[0]["live"] == 0
+    return bool((await fetch(connection, query, request_prefix))[0]["live"] == 0)
 
 
 _SWEEP = {

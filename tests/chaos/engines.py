@@ -1,6 +1,7 @@
 """What the trials run on: the simulated engine, whose every token can be recomputed, or a real model."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Setup:
     patience: Patience
 
 
-def _environment(engine_settings: dict[str, object]) -> dict[str, str]:
+def _environment(engine_settings: Mapping[str, object]) -> dict[str, str]:
     return {
         "SLUICE_LEASE_S": f"{LEASE_S:g}",
         "SLUICE_DRAIN_S": "1",

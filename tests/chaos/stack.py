@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -32,6 +33,12 @@ from tests.chaos.proxy import Link
 ResultT = TypeVar("ResultT")
 
 _COUNTS = {Service.SCHEDULER: 2, Service.GPU_WORKER: 2, Service.GATEWAY: 2}
+_CALLERS = {
+    Service.GATEWAY: ("client",),
+    Service.SCHEDULER: ("gateways", "workers"),
+    Service.GPU_WORKER: ("schedulers",),
+}
+"""Who connects to a service; each has a link of its own to every process of it."""
 _SUPERVISE_S = 0.2
 _RESTART_S = 0.3
 
@@ -153,7 +160,8 @@ class ChaosStack:
         self._held.update(self._children)
         for child in self._children.values():
             child.send_signal(signal.SIGKILL)
-        await self.run(lambda: [child.kill() for child in (self.valkey, self.postgres, *self._children.values())])
+        kills = [self.valkey.kill, self.postgres.kill, *(child.kill for child in self._children.values())]
+        await self.run(lambda: [kill() for kill in kills])
 
     async def heal(self) -> None:
         """Nothing is held up, paused or away."""
@@ -212,15 +220,8 @@ class ChaosStack:
 
     async def _start_links(self) -> None:
         for name, instance in self.instances.items():
-            match instance.service:
-                case Service.GATEWAY:
-                    names, address = (f"client->{name}",), instance.address
-                case Service.SCHEDULER:
-                    names, address = (f"gateways->{name}", f"workers->{name}"), instance.address
-                case Service.GPU_WORKER:
-                    names, address = (f"schedulers->{name}",), instance.address
-            for link_name in names:
-                await self._start_link(link_name, lambda address=address: address)
+            for group in _CALLERS[instance.service]:
+                await self._start_link(f"{group}->{name}", partial(getattr, instance, "address"))
             if instance.service is not Service.GPU_WORKER:
                 await self._start_link(f"valkey<-{name}", lambda: urlsplit(self.valkey.url).netloc.rsplit("@")[-1])
                 await self._start_link(f"postgres<-{name}", lambda: urlsplit(self.dsn).netloc.rsplit("@")[-1])

@@ -77,9 +77,10 @@ async def run_trial(
     finally:
         for task in tasks:
             task.cancel()
-        errors = [error for error in await asyncio.gather(*tasks, return_exceptions=True) if _is_bug(error)]
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         for client in clients:
             await client.close()
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if errors:
         raise ExceptionGroup("a reader broke down", errors)
     await stack.until_serving(patience.serving_s)
@@ -95,10 +96,6 @@ async def run_trial(
         began_s=diary.began_s,
         deaths=len(stack.deaths) - deaths,
     )
-
-
-def _is_bug(error: object) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError)
 
 
 def _make_readers(plan: TrialPlan, model: str, clients: list[SluiceClient]) -> list[Reader]:
