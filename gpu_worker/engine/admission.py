@@ -117,11 +117,12 @@ class AdmissionRule:
 
     def room_blocks(self, running: SequenceOf[Sequence], priority: int) -> int:
         """Blocks that a new sequence of that class could get: free ones, and those that only lower classes hold."""
-        leaving = _Leaving(self._pool)
-        for other in running:
-            if other.priority > priority:
-                leaving.add(other)
-        return leaving.num_free
+        if not running or running[-1].priority <= priority:
+            return self._pool.num_free
+        if running[0].priority > priority:
+            return self._pool.num_blocks
+        lower = (other.block_table for other in running if other.priority > priority)
+        return self._pool.num_free + self._pool.num_held_only_by(lower)
 
     def _has_place(self, num_others: int, num_attended: int) -> bool:
         """Whether the batch, enlarged by one, is small enough and decodes fast enough."""

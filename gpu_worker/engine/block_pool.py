@@ -5,7 +5,7 @@ allocated or shared a block must release it exactly once.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class OutOfBlocksError(Exception):
@@ -108,6 +108,17 @@ class BlockPool:
     def num_references(self, block: int) -> int:
         """Holders of a block; 0 when it is free."""
         return self._num_references[block]
+
+    def num_held_only_by(self, block_tables: Iterable[Sequence[int]]) -> int:
+        """Blocks that would be free if all these holders gave them up."""
+        references, num_held, num_blocks = self._num_references, dict[int, int](), 0
+        for block_table in block_tables:
+            for block in block_table:
+                if references[block] == 1:
+                    num_blocks += 1
+                else:
+                    num_held[block] = num_held.get(block, 0) + 1
+        return num_blocks + sum(count == references[block] for block, count in num_held.items())
 
     def is_kept(self, block: int) -> bool:
         """Whether the block has content that outlives its holders."""

@@ -171,7 +171,7 @@ class StepScheduler:
     def drop_cached(self) -> None:
         """Forgets all content that nobody holds, host tier included.
 
-        For when moves failed: remove the sequences of that plan first, they hold the blocks whose content is in doubt.
+        For when moves failed: first remove the sequences that hold blocks which the moves were to fill.
         """
         self._memory.drop_unheld()
 

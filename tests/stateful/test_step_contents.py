@@ -59,13 +59,12 @@ class Rig:
         self.scheduler.check_integrity()
         assert sum(len(planned.token_ids) for planned in plan.sequences) <= self.limits.token_budget
         assert bool(plan.sequences) == bool(self.live), "every step advances somebody"
-        if moves_fail and plan.moves:
-            self._fail_moves(plan)
-            return
-        self.kv.move(plan.moves)
-        failed = (
-            {plan.sequences[failing % len(plan.sequences)].sequence_id} if failing is not None and self.live else ()
-        )
+        if moves_fail:
+            self._fail_moves(plan.moves)
+        else:
+            self.kv.move(plan.moves)
+        planned_ids = [planned.sequence_id for planned in plan.sequences if planned.sequence_id in self.live]
+        failed = {planned_ids[failing % len(planned_ids)]} if failing is not None and planned_ids else ()
         self.kv.compute(plan, self.live, failing=failed)
         for sequence_id in failed:
             self._remove(sequence_id)
@@ -81,6 +80,10 @@ class Rig:
             if sequence.num_tokens == sequence.max_total_tokens:
                 self._remove(sequence.sequence_id)
 
+    def step_with_failing_moves(self, num_steps):
+        for _ in range(num_steps):
+            self.step(moves_fail=True)
+
     def drain(self):
         """All that is left must end, in no more steps than if each sequence ran alone and lost its blocks each time."""
         most = sum(sequence.max_total_tokens for sequence in self.live.values()) * (len(self.live) + 1)
@@ -90,12 +93,14 @@ class Rig:
             self.step()
         assert not self.live, "the schedule does not end"
 
-    def _fail_moves(self, plan):
-        self.kv.spoil(plan.moves)
-        for planned in plan.sequences:
-            self._remove(planned.sequence_id)
+    def _fail_moves(self, moves):
+        """As the engine does: who would read what was not copied ends, the others go on in the same step."""
+        self.kv.spoil(moves)
+        filled = {block for _, block in (*moves.from_host, *moves.duplicated)}
+        for sequence in list(self.live.values()):
+            if not filled.isdisjoint(sequence.block_table):
+                self._remove(sequence.sequence_id)
         self.scheduler.drop_cached()
-        self._check()
 
     def _remove(self, sequence_id):
         self.scheduler.remove(sequence_id)
@@ -141,7 +146,7 @@ _steps = st.tuples(st.just("steps"), st.integers(1, 12))
 _troubles = st.one_of(
     st.tuples(st.just("abort"), st.integers(0, 20)),
     st.tuples(st.just("fail"), st.integers(0, 20)),
-    st.tuples(st.just("fail moves"), st.just(1)),
+    st.tuples(st.just("fail moves"), st.integers(1, 12)),
 )
 _events = st.lists(
     st.one_of(_arrivals, _steps, _arrivals, _steps, _arrivals, _steps, _troubles), min_size=4, max_size=24
@@ -180,7 +185,7 @@ def test_every_step_of_any_schedule_reads_the_right_blocks_and_every_sequence_en
         elif kind == "fail":
             rig.step(failing=value)
         elif kind == "fail moves":
-            rig.step(moves_fail=True)
+            rig.step_with_failing_moves(value)
         else:
             for _ in range(value):
                 rig.step()

@@ -36,11 +36,15 @@ class FakeKv:
             self.device[block] = ["garbage"] * self.block_size
 
     def compute(self, plan, sequences, *, failing=()):
-        """Writes the planned tokens, those of failing sequences as garbage; checks reads before and after all writes."""
+        """Writes the planned tokens of the sequences, those of failing ones as garbage.
+
+        Checks what is read before all writes and after them.
+        """
         self._check_writes(plan)
-        for planned in plan.sequences:
+        going = [planned for planned in plan.sequences if planned.sequence_id in sequences]
+        for planned in going:
             self.check(sequences[planned.sequence_id], planned.block_table, planned.start)
-        for planned in plan.sequences:
+        for planned in going:
             sequence = sequences[planned.sequence_id]
             end = planned.context_length
             assert planned.token_ids == tuple(sequence.token_ids[planned.start : end])
@@ -49,7 +53,7 @@ class FakeKv:
                 block, slot = planned.block_table[position // self.block_size], position % self.block_size
                 is_failing = planned.sequence_id in failing
                 self.device[block][slot] = "garbage" if is_failing else chain[position]
-        for planned in plan.sequences:
+        for planned in going:
             if planned.sequence_id not in failing:
                 self.check(sequences[planned.sequence_id], planned.block_table, planned.context_length)
 

@@ -2,8 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpu_worker.engine.admission import GrowthRatio
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.sequence import Sequence, SequenceState
+from gpu_worker.engine.step_cost import StepCost
+from gpu_worker.engine.step_draft import StepDraft
 from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
@@ -109,6 +112,17 @@ def test_a_second_long_prefill_waits_and_short_ones_pass_it():
     assert run_step(scheduler).keys() == {"short", "long", "long too"}, "32 tokens or fewer are no long prefill"
 
 
+def test_a_step_looks_past_a_bounded_number_of_long_prefills():
+    scheduler = make_scheduler(num_blocks=1000, token_budget=64, max_long_prefills=1, long_prefill_tokens=32)
+    for number in range(34):
+        scheduler.add(make_sequence(f"long {number}", prompt=100))
+    scheduler.add(make_sequence("short", prompt=10))
+    assert run_step(scheduler).keys() == {"long 0"}
+    scheduler.remove("long 1")
+    scheduler.remove("long 2")
+    assert run_step(scheduler).keys() == {"long 0", "short"}
+
+
 def test_the_latest_arrival_of_the_lowest_class_is_preempted():
     scheduler = make_scheduler(num_blocks=7)
     for name, priority in (("batch 1", BATCH), ("batch 2", BATCH), ("standard", STANDARD)):
@@ -210,3 +224,62 @@ def test_every_sequence_ends_in_any_mix_of_sizes_and_classes(specs, num_blocks, 
                 del live[name]
     assert not live
     scheduler.check_integrity()
+
+
+def make_growing_scheduler(**growth):
+    limits = StepLimits(max_running=8, token_budget=64, max_long_prefills=8, long_prefill_tokens=64, **growth)
+    return StepScheduler(pool=BlockPool(num_blocks=30, block_size=4), limits=limits)
+
+
+def test_expected_growth_of_running_sequences_is_kept_free():
+    scheduler = make_growing_scheduler(initial_growth_ratio=0.5, min_growth_ratio=0.5)
+    for name in "ab":
+        scheduler.add(make_sequence(name, prompt=20, output=81))  # 20 now and 40 more: 15 of 30 blocks
+    assert run_step(scheduler).keys() == {"a"}, "one block is kept free besides"
+    scheduler.remove("b")
+    scheduler.add(make_sequence("c", prompt=12, output=81))
+    assert run_step(scheduler).keys() == {"a", "c"}
+
+
+def test_no_growth_is_kept_free_for_lower_classes():
+    scheduler = make_growing_scheduler(initial_growth_ratio=1.0, min_growth_ratio=1.0)
+    scheduler.add(make_sequence("batch", prompt=20, output=80, priority=BATCH))
+    run_step(scheduler)
+    scheduler.add(make_sequence("equal", prompt=20, output=40, priority=BATCH))
+    scheduler.add(make_sequence("higher", prompt=20, output=40))
+    assert run_step(scheduler).keys() == {"batch", "higher"}
+
+
+def test_a_sequence_alone_needs_no_room_for_growth():
+    scheduler = make_growing_scheduler(initial_growth_ratio=1.0, min_growth_ratio=1.0)
+    scheduler.add(make_sequence("a", prompt=60, output=61))
+    assert run_step(scheduler) == {"a": 60}
+
+
+def test_the_expected_share_rises_when_memory_ran_out_and_sinks_to_its_least_otherwise():
+    growth = GrowthRatio(initial=0.5, minimum=0.1)
+    growth.step(is_short_of_blocks=True)
+    assert growth.value == pytest.approx(0.6)
+    sunk = []
+    for _ in range(1000):
+        growth.step(is_short_of_blocks=False)
+        sunk.append(growth.value)
+    assert sunk == sorted(sunk, reverse=True)
+    assert sunk[-1] == 0.1
+    for _ in range(20):
+        growth.step(is_short_of_blocks=True)
+    assert growth.value == 1.0
+
+
+def test_a_preempted_sequence_leaves_no_trace_in_the_draft():
+    limits = StepLimits(max_running=8, token_budget=64, max_long_prefills=8, long_prefill_tokens=64, target_step_s=1.0)
+    cost = StepCost()
+    for step in range(50):  # 10 ms for each position attended to, and nothing else
+        cost.observe(tokens=1 + step % 3, attended=step % 7, seconds=0.01 * (step % 7))
+    draft, sequence = StepDraft(limits=limits, cost=cost), make_sequence("a", prompt=60)
+    draft.extend_prefill(make_sequence("b"), 1)
+    room = draft.room_for_prefill(30, 20)
+    assert 0 < room < 20
+    draft.extend_prefill(sequence, 10)
+    draft.preempt(sequence)
+    assert draft.room_for_prefill(30, 20) == room
