@@ -189,17 +189,12 @@ class StepScheduler:
         for sequence in self._running.copy():
             if draft.budget == 0:
                 return
-            if (
-                sequence.is_decoding
-                and sequence.state is SequenceState.RUNNING
-                and self._grow(sequence, sequence.num_tokens, draft)
-            ):
+            is_due = sequence.is_decoding and sequence.state is SequenceState.RUNNING
+            if is_due and self._grow(sequence, sequence.num_tokens, draft):
                 draft.extend_decode(sequence)
 
     def _plan_prefills(self, draft: StepDraft) -> None:
         prefilling = [sequence for sequence in self._running if not sequence.is_decoding]
-        if not prefilling and not self._waiting:
-            return
         begun: list[Sequence] = []
         for sequence in self._in_order(prefilling, draft):
             if draft.budget == 0:
