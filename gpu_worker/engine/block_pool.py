@@ -96,6 +96,13 @@ class BlockPool:
             raise BlockAccountingError(f"block {block} is free and has no content to keep")
         self._is_kept[block] = True
 
+    def forget(self, block: int) -> None:
+        """Drops the content of a block, which its holders, if any, keep until they release it."""
+        self._is_kept[block] = False
+        if block in self._kept:
+            del self._kept[block]
+            self._blank.append(block)
+
     def forget_unheld(self) -> list[int]:
         """Drops the content of all free blocks; returns those that had some."""
         blocks = list(self._kept)

@@ -17,7 +17,7 @@ from gpu_worker.engine.port import (
     SequenceSpec,
     StepOutput,
 )
-from gpu_worker.engine.sequence import PlannedSequence, StepPlan
+from gpu_worker.engine.sequence import NUM_CLASSES, PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
@@ -145,6 +145,8 @@ class NativeEngine:
         for token_id in (*spec.prompt_token_ids, *spec.output_token_ids, *spec.sampling.stop_token_ids, *biased):
             if not 0 <= token_id < vocab_size:
                 raise RefusedSequenceError(f"token {token_id} is outside the vocabulary of {vocab_size}")
+        if not 0 <= spec.priority < NUM_CLASSES:
+            raise RefusedSequenceError(f"class {spec.priority} is not one of {NUM_CLASSES}")
         num_tokens = len(spec.prompt_token_ids) + spec.sampling.max_output_tokens
         if num_tokens > context_length:
             raise RefusedSequenceError(
@@ -243,7 +245,7 @@ class NativeEngine:
 
     def _fail(self, live: LiveSequence, failure: str) -> SequenceOutput:
         self._num_failed += 1
-        self._scheduler.remove(live.spec.sequence_id)
+        self._scheduler.discard(live.spec.sequence_id)
         self._forget(live)
         return live.fail(failure)
 

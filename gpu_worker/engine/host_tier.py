@@ -55,6 +55,15 @@ class HostTier:
         self._in_plan.add(slot)
         return HostPlace(slot=slot, lost=lost)
 
+    def discard(self, block_hash: BlockHash) -> bool:
+        """Forgets one content; False when it was not there. Between plans only."""
+        slot = self._slot_by_hash.pop(block_hash, None)
+        if slot is None:
+            return False
+        assert slot not in self._in_plan, "a plan uses the slot"
+        self._free.append(slot)
+        return True
+
     def finish_plan(self) -> None:
         """The plan is made; its copies are done before the next one is."""
         self._in_plan.clear()

@@ -99,6 +99,15 @@ class KvMemory:
             if block_hash not in self._host:
                 self._changes.add(block_hash)
 
+    def forget(self, block_hash: BlockHash) -> None:
+        """Content that can no longer be found, neither on the device nor in the host tier. Between plans only."""
+        block = self._cache.find(block_hash)
+        if block is not None:
+            self._cache.take_name(block)
+            self._pool.forget(block)
+        if self._host.discard(block_hash) or block is not None:
+            self._changes.remove(block_hash)
+
     def release(self, block_table: Sequence[int]) -> None:
         """Gives up a sequence's blocks, so that its later blocks are evicted before its earlier ones."""
         self._pool.release(reversed(block_table))

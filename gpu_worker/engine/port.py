@@ -102,7 +102,8 @@ class LoadReport:
     kv_waste: float
     """Share of slots in allocated blocks that hold no token, 0 to 1."""
     room_blocks: tuple[int, int, int] = (0, 0, 0)
-    """Blocks that a new sequence of class 0, 1, 2 could get: free ones, and those that only lower classes hold."""
+    """Blocks that a new sequence of class 0, 1, 2 could get: free ones, and those that only lower classes hold, without
+    what waits in its own or a higher class."""
     num_preempted: int = 0
     """Since the start, as all counters below."""
     num_cached_blocks: int = 0

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from service_kit.prefix_hash import BlockHash, PrefixRoot
 
+NUM_CLASSES = 3
+"""INTERACTIVE, STANDARD, BATCH; the lower number goes first."""
+
 
 class SequenceState(StrEnum):
     """Where a sequence stands with the step scheduler."""

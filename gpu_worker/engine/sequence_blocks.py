@@ -64,6 +64,11 @@ class SequenceBlocks:
         sequence.block_table = []
         sequence.num_computed_tokens = sequence.num_published_blocks = 0
 
+    def disown(self, sequence: Sequence) -> None:
+        """Makes the content of a sequence's blocks unfindable, because it may be wrong."""
+        for block_hash in sequence.block_hashes[: sequence.num_published_blocks]:
+            self.memory.forget(block_hash)
+
     def publish(self, sequence: Sequence) -> None:
         """Makes the blocks findable that became full, with all their tokens computed."""
         if sequence.prefix_root is None:

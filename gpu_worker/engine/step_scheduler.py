@@ -23,6 +23,7 @@ from gpu_worker.engine.sequence_blocks import SequenceBlocks
 from gpu_worker.engine.step_cost import StepCost, attended_by
 from gpu_worker.engine.step_draft import StepDraft
 from gpu_worker.engine.step_limits import StepLimits
+from gpu_worker.engine.waiting import WaitingSequences
 
 __all__ = ["NeverFitsError", "StepLimits", "StepScheduler"]
 
@@ -50,14 +51,17 @@ class StepScheduler:
         self._cost = StepCost()
         self._growth = GrowthRatio(initial=limits.initial_growth_ratio, minimum=limits.min_growth_ratio)
         self._admission = AdmissionRule(pool=pool, limits=limits, growth=self._growth, cost=self._cost)
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingSequences()
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._plan = StepPlan(sequences=())
         self._num_arrived = 0
-        self._num_preempted = 0
-        self._num_computed_prompt_tokens = 0
-        self._num_cached_prompt_tokens = 0
+        self.num_preempted = 0
+        """Preemptions since the start, as all counters below."""
+        self.num_computed_prompt_tokens = 0
+        """Tokens computed to fill caches: prompts, output of earlier attempts, what was preempted."""
+        self.num_cached_prompt_tokens = 0
+        """Tokens found in the cache, whenever a sequence got blocks."""
 
     @property
     def num_running(self) -> int:
@@ -68,27 +72,12 @@ class StepScheduler:
         return len(self._waiting)
 
     @property
-    def num_preempted(self) -> int:
-        """Preemptions since the start."""
-        return self._num_preempted
-
-    @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV stands in blocks that somebody holds; shared ones count once."""
         block_size = self._pool.block_size
         # Only blocks of one holder have slots that are not computed.
         num_empty = sum(len(other.block_table) * block_size - other.num_computed_tokens for other in self._running)
         return (self._pool.num_blocks - self._pool.num_free) * block_size - num_empty
-
-    @property
-    def num_computed_prompt_tokens(self) -> int:
-        """Tokens computed to fill caches since the start: prompts, output of earlier attempts, what was preempted."""
-        return self._num_computed_prompt_tokens
-
-    @property
-    def num_cached_prompt_tokens(self) -> int:
-        """Tokens found in the cache since the start, whenever a sequence got blocks."""
-        return self._num_cached_prompt_tokens
 
     @property
     def num_cached_blocks(self) -> int:
@@ -105,9 +94,15 @@ class StepScheduler:
 
     @property
     def room_blocks(self) -> tuple[int, int, int]:
-        """Blocks that a new sequence of class 0, 1, 2 could get: free ones, and those that only lower classes hold."""
-        interactive, standard, batch = (self._admission.room_blocks(self._running, priority) for priority in range(3))
-        return (interactive, standard, batch)
+        """Blocks that a new sequence of class 0, 1, 2 could get: free ones, and those that only lower classes hold,
+        without what waits in its own or a higher class, which goes first.
+        """
+
+        def room(priority: int) -> int:
+            num_owed = self._pool.num_blocks_for(self._waiting.num_tokens_up_to(priority))
+            return max(0, self._admission.room_blocks(self._running, priority) - num_owed)
+
+        return (room(0), room(1), room(2))
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence behind its class. Raises NeverFitsError when it could not run even alone."""
@@ -119,7 +114,7 @@ class StepScheduler:
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._sequences[sequence.sequence_id] = sequence
-        insort(self._waiting, sequence, key=_by_order)
+        self._waiting.add(sequence)
 
     def remove(self, sequence_id: str) -> None:
         """Ends a sequence in any state and gives its blocks back at once."""
@@ -127,8 +122,13 @@ class StepScheduler:
         if sequence.state is SequenceState.RUNNING:
             self._stop(sequence)
         else:
-            _take_out(self._waiting, sequence)
+            self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
+
+    def discard(self, sequence_id: str) -> None:
+        """Ends a sequence whose computing went wrong: nobody finds its blocks any more."""
+        self._blocks.disown(self._sequences[sequence_id])
+        self.remove(sequence_id)
 
     def schedule(self) -> StepPlan:
         """The next step. Takes blocks for it and preempts as needed; empty only when there is no sequence."""
@@ -152,7 +152,7 @@ class StepScheduler:
             if sequence is None:
                 continue
             end = planned.context_length
-            self._num_computed_prompt_tokens += max(0, min(end, sequence.num_admitted_tokens) - planned.start)
+            self.num_computed_prompt_tokens += max(0, min(end, sequence.num_admitted_tokens) - planned.start)
             sequence.num_computed_tokens = end
             if planned.is_sampled:
                 sequence.token_ids.append(sampled[planned.sequence_id])
@@ -179,7 +179,7 @@ class StepScheduler:
         """Raises BlockAccountingError or AssertionError unless blocks, names, tables and states agree."""
         self._blocks.check_integrity(self._sequences.values(), self._plan)
         assert self._running == sorted(self._running, key=_by_order), "running sequences are out of order"
-        assert self._waiting == sorted(self._waiting, key=_by_order), "waiting sequences are out of order"
+        self._waiting.check_integrity()
         assert len(self._running) + len(self._waiting) == len(self._sequences)
         for sequence in self._sequences.values():
             is_running = sequence.state is SequenceState.RUNNING
@@ -211,8 +211,7 @@ class StepScheduler:
 
         Those that lost their blocks to this plan are left out.
         """
-        # Copied before anybody is taken out of it.
-        waiting = filter(lambda other: other.sequence_id not in draft.preempted, self._waiting.copy())
+        waiting = filter(lambda other: other.sequence_id not in draft.preempted, self._waiting)
         newcomer = next(waiting, None)
         for sequence in prefilling:
             while newcomer is not None and not draft.is_admission_closed and newcomer.order < sequence.order:
@@ -252,11 +251,11 @@ class StepScheduler:
         for victim in admission.victims:
             self._preempt(victim, draft)
         self._blocks.attach(sequence, found, is_last_private=admission.is_last_private)
-        self._num_cached_prompt_tokens += sequence.num_computed_tokens
+        self.num_cached_prompt_tokens += sequence.num_computed_tokens
         if sequence.state is SequenceState.WAITING:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.state = SequenceState.RUNNING
-        _take_out(self._waiting, sequence)
+        self._waiting.remove(sequence)
         insort(self._running, sequence, key=_by_order)
         draft.admitted.add(sequence.sequence_id)
 
@@ -284,8 +283,8 @@ class StepScheduler:
         draft.preempt(victim)
         self._stop(victim)
         victim.state = SequenceState.PREEMPTED
-        insort(self._waiting, victim, key=_by_order)
-        self._num_preempted += 1
+        self._waiting.add(victim)
+        self.num_preempted += 1
 
     def _stop(self, sequence: Sequence) -> None:
         _take_out(self._running, sequence)

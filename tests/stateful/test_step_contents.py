@@ -67,7 +67,7 @@ class Rig:
         failed = {planned_ids[failing % len(planned_ids)]} if failing is not None and planned_ids else ()
         self.kv.compute(plan, self.live, failing=failed)
         for sequence_id in failed:
-            self._remove(sequence_id)
+            self._remove(sequence_id, is_suspect=len(self.live) % 2 == 0)
         sampled = {
             planned.sequence_id: next_token(self.live[planned.sequence_id])
             for planned in plan.sequences
@@ -102,8 +102,11 @@ class Rig:
                 self._remove(sequence.sequence_id)
         self.scheduler.drop_cached()
 
-    def _remove(self, sequence_id):
-        self.scheduler.remove(sequence_id)
+    def _remove(self, sequence_id, *, is_suspect=False):
+        if is_suspect:
+            self.scheduler.discard(sequence_id)
+        else:
+            self.scheduler.remove(sequence_id)
         del self.live[sequence_id]
         self.scheduler.check_integrity()
 

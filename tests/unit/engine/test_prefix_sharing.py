@@ -121,6 +121,24 @@ def test_the_blocks_of_a_failed_step_are_never_found():
     assert run_step(scheduler) == {"next": 24}
 
 
+def test_what_a_discarded_sequence_computed_before_is_never_found_again():
+    scheduler = make_scheduler(num_blocks=12, num_host_blocks=8)
+    run_to_end(scheduler, make_sequence("evicted to the host", PREFIX[:16], output=2))
+    run_to_end(scheduler, make_sequence("evicts", range(40), output=2))
+    scheduler.add(make_sequence("suspect", [*PREFIX, 1], output=4))
+    assert run_step(scheduler) == {"suspect": 9}
+    scheduler.add(make_sequence("shares", [*PREFIX, 2], output=9))
+    assert run_step(scheduler) == {"suspect": 1, "shares": 1}
+    num_cached = scheduler.num_cached_blocks
+    scheduler.discard("suspect")
+    scheduler.check_integrity()
+    assert scheduler.num_cached_blocks == num_cached - 6
+    assert run_step(scheduler) == {"shares": 1}, "whoever holds the blocks goes on"
+    scheduler.remove("shares")
+    scheduler.add(make_sequence("next", [*PREFIX, 3], output=4))
+    assert run_step(scheduler) == {"next": 25}
+
+
 def test_sixteen_sequences_with_a_common_prefix_compute_it_once_when_one_came_before():
     scheduler = make_scheduler(num_blocks=500, block_size=16, max_running=16, token_budget=256, long_prefill_tokens=256)
     prefix = list(range(1000))
@@ -257,6 +275,16 @@ def test_room_counts_free_blocks_and_those_that_only_lower_classes_hold():
     assert scheduler.room_blocks == (30, 23, 22), "the prefix is held by both"
     scheduler.remove("batch")
     assert scheduler.room_blocks == (30, 23, 23)
+
+
+def test_what_waits_before_a_class_takes_its_room():
+    scheduler = make_scheduler(num_blocks=30, max_running=1)
+    scheduler.add(make_sequence("running", PREFIX, priority=STANDARD))
+    scheduler.add(make_sequence("waiting", range(40), priority=STANDARD))
+    run_step(scheduler)
+    assert scheduler.room_blocks == (30, 14, 14)
+    scheduler.remove("waiting")
+    assert scheduler.room_blocks == (30, 24, 24)
 
 
 def test_dropping_the_cache_after_failed_moves_leaves_nothing_of_them():
