@@ -1,6 +1,8 @@
 """The native engine against transformers, token for token, however the work is cut and batched."""
 
+import itertools
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from gpu_worker.engine.engine import NativeEngine
-from gpu_worker.engine.loading import load_native_engine
+from gpu_worker.engine.loading import load_native_engine, load_parts, make_engine
 from gpu_worker.engine.settings import EngineSettings
 from service_kit.delta import extend_chain
 from service_kit.sampling import FinishReason
@@ -111,12 +113,21 @@ def test_output_is_the_same_for_any_block_size(block_size, model_directory, expe
     assert outputs_of(run_to_end(engine, specs())) == expected_outputs("llama3 rope")
 
 
-def test_output_is_the_same_after_preemption(model_directory, expected_outputs):
-    settings = EngineSettings(threads=1, num_blocks=49, block_size=4, token_budget=32, max_running=8)
+@pytest.mark.parametrize("num_host_blocks", [0, 16, 200])
+def test_output_is_the_same_with_a_cache_far_too_small(num_host_blocks, model_directory, expected_outputs):
+    """Twice five prompts that need 188 blocks, in 49: by recompute, and through a small and a large host tier."""
+    settings = EngineSettings(
+        threads=1, num_blocks=49, num_host_blocks=num_host_blocks, block_size=4, token_budget=32, max_running=8
+    )
     engine = load_native_engine(model_directory("llama3 rope"), settings=settings)
-    results = run_to_end(engine, specs(), after_step=engine.check_integrity)
-    assert engine.load_report().num_preempted > 0
+    twins = [replace(spec, sequence_id=f"twin {spec.sequence_id}", prefix_salt="other") for spec in specs()]
+    results = run_to_end(engine, [*specs(), *twins], after_step=engine.check_integrity)
     assert outputs_of(results) == expected_outputs("llama3 rope")
+    assert outputs_of({str(number): results[f"twin {number}"] for number in range(len(PROMPTS))}) == outputs_of(results)
+    report = engine.load_report()
+    assert report.num_preempted > 0
+    assert report.num_computed_prompt_tokens > 2 * sum(map(len, PROMPTS)) or num_host_blocks == 200
+    assert (report.num_blocks_from_host > 0) == (num_host_blocks > 0)
 
 
 @pytest.mark.parametrize("num_done", [1, 2, 15, 16, 17, NUM_OUTPUT - 1])
@@ -177,6 +188,31 @@ def test_what_is_not_a_number_never_leaves_its_own_sequence(tmp_path, model_dire
     later = run_to_end(engine, [make_spec(f"later {number}", prompt) for number, prompt in enumerate(PROMPTS)])
     for number in range(len(PROMPTS)):
         assert later[f"later {number}"].token_ids == expected[number][:20]
+
+
+def test_a_row_that_is_not_a_number_fails_alone_among_sixteen(model_directory, monkeypatch):
+    parts = load_parts(model_directory("multi-head"), EngineSettings(threads=1, num_blocks=128))
+    sixteen = [
+        make_spec(
+            str(number), encode(f"{number} is a number of its own"), max_output_tokens=12, temperature=0.8, seed=3
+        )
+        for number in range(16)
+    ]
+    expected = run_to_end(make_engine(parts, EngineSettings(num_blocks=128)), sixteen)
+    computed, steps = parts.runner.logits, itertools.count(1)
+
+    def spoil(plan):
+        logits = computed(plan).clone()
+        if next(steps) == 6:
+            logits[11, 77] = torch.nan
+        return logits
+
+    monkeypatch.setattr(parts.runner, "logits", spoil)
+    results = run_to_end(make_engine(parts, EngineSettings(num_blocks=128)), sixteen)
+    assert results["11"].finish.failure == "the model's logits are not finite"
+    assert results["11"].token_ids == expected["11"].token_ids[:5]
+    for number in set(range(16)) - {11}:
+        assert results[str(number)].token_ids == expected[str(number)].token_ids
 
 
 def test_all_memory_is_free_after_the_last_sequence(model_directory):

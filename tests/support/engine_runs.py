@@ -27,7 +27,13 @@ class Result:
 
 
 def make_spec(
-    sequence_id: str, prompt: Iterable[int], *, output: Iterable[int] = (), priority: int = 1, **sampling: object
+    sequence_id: str,
+    prompt: Iterable[int],
+    *,
+    output: Iterable[int] = (),
+    priority: int = 1,
+    prefix_salt: str = "",
+    **sampling: object,
 ) -> SequenceSpec:
     """Greedy and to the full length unless told otherwise."""
     fields: dict[str, object] = {"max_output_tokens": 20, "temperature": 0.0, "ignore_eos": True, **sampling}
@@ -38,6 +44,7 @@ def make_spec(
         sampling=SamplingParams(**fields),  # type: ignore[arg-type]
         priority=priority,
         nonce=0,
+        prefix_salt=prefix_salt,
     )
 
 

@@ -1,68 +1,12 @@
 """The engine's own decisions, over an executor whose next token is always the last one plus one."""
 
-import itertools
-
 import pytest
 
-from gpu_worker.engine.engine import NativeEngine
-from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure
-from gpu_worker.engine.port import Capabilities, RefusedSequenceError
-from gpu_worker.engine.step_scheduler import StepLimits
-from gpu_worker.engine.text import TokenTable
+from gpu_worker.engine.port import RefusedSequenceError
 from service_kit.sampling import FinishReason
+from tests.support.counting_engine import make_engine
 from tests.support.engine_runs import make_spec, run_to_end
-from tests.support.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, encode
-
-RAISES, IS_NAN = ord("!"), ord("?")
-
-
-class CountingExecutor:
-    """After 'a' comes 'b'. A step with RAISES in it raises; nothing can be drawn behind IS_NAN."""
-
-    def __init__(self):
-        self.moves = []
-        self.forgotten = []
-
-    def move(self, moves):
-        self.moves.append(moves)
-
-    def run(self, plan, requests):
-        sampled = [planned for planned in plan.sequences if planned.is_sampled]
-        assert [request.sequence_id for request in requests] == [planned.sequence_id for planned in sampled]
-        if any(RAISES in planned.token_ids for planned in plan.sequences):
-            raise RuntimeError("out of scratch memory")
-        return [
-            SampleFailure(reason=NOT_FINITE)
-            if IS_NAN in planned.token_ids
-            else Sampled(token_id=(planned.token_ids[-1] + 1) % VOCAB_SIZE)
-            for planned in sampled
-        ]
-
-    def forget(self, sequence_id):
-        self.forgotten.append(sequence_id)
-
-
-def make_engine(*, num_blocks=32, max_running=8, token_budget=32, context_length=128, clock=None):
-    return NativeEngine(
-        executor=CountingExecutor(),
-        capabilities=Capabilities(
-            engine="native",
-            model="counting",
-            model_revision="0",
-            precision="fp32",
-            context_length=context_length,
-            vocab_size=VOCAB_SIZE,
-            num_blocks=num_blocks,
-            block_size=4,
-            max_running=max_running,
-        ),
-        limits=StepLimits(
-            max_running=max_running, token_budget=token_budget, max_long_prefills=1, long_prefill_tokens=16
-        ),
-        table=TokenTable([bytes([byte]) for byte in range(256)]),
-        eos_token_ids=(EOS_TOKEN_ID,),
-        clock=clock or itertools.count(1.0).__next__,
-    )
+from tests.support.tiny_models import VOCAB_SIZE, encode
 
 
 def run_one(spec, **fields):
@@ -161,22 +105,6 @@ def test_an_abort_does_not_turn_a_complete_output_into_a_cancelled_one():
     assert [output.finish.reason for output in engine.step().outputs] == [FinishReason.LENGTH]
 
 
-def test_a_step_that_raises_fails_only_the_sequence_that_causes_it():
-    engine = make_engine()
-    results = run_to_end(
-        engine,
-        [
-            make_spec("good", b"a", max_output_tokens=4),
-            make_spec("bad", b"x!", max_output_tokens=4),
-            make_spec("also good", b"m", max_output_tokens=4),
-        ],
-        after_step=engine.check_integrity,
-    )
-    assert (results["good"].text, results["also good"].text) == ("bcde", "nopq")
-    finish = results["bad"].finish
-    assert (finish.reason, finish.failure) == (None, "the step failed: RuntimeError: out of scratch memory")
-
-
 def test_logits_that_are_not_finite_fail_only_their_sequence():
     engine = make_engine()
     results = run_to_end(
@@ -192,6 +120,9 @@ def test_logits_that_are_not_finite_fail_only_their_sequence():
         (make_spec("s", b""), "the prompt has no tokens"),
         (make_spec("s", [VOCAB_SIZE]), f"token {VOCAB_SIZE} is outside the vocabulary of {VOCAB_SIZE}"),
         (make_spec("s", b"a", output=[-1]), "token -1 is outside"),
+        (make_spec("s", b"a", logit_bias=((VOCAB_SIZE, 1.0),)), "is outside the vocabulary"),
+        (make_spec("s", b"a", stop_token_ids=(VOCAB_SIZE,)), "is outside the vocabulary"),
+        (make_spec("s", b"a", priority=3), "class 3 is not one of 3"),
         (make_spec("s", b"a" * 100, max_output_tokens=29), "129 tokens together, the context holds 128"),
     ],
 )
