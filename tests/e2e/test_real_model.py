@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +83,13 @@ class Reference:
         best = self._torch.topk(logits, 2).values
         return float(best[0] - best[1])
 
+    def log_probabilities(self, context_ids: list[int]) -> list[list[float]]:
+        """Of every token behind every position of the context."""
+        with self._torch.inference_mode():
+            logits = self._model(self._torch.tensor([context_ids])).logits[0]
+        rows: list[list[float]] = self._torch.log_softmax(logits, dim=-1).tolist()
+        return rows
+
 
 @pytest.fixture(scope="module")
 def reference(smollm2: Path) -> Reference:
@@ -128,6 +138,34 @@ async def test_greedy_output_equals_that_of_transformers_all_at_once(
         await asyncio.gather(*(reader.until_end(240) for reader in readers))
     for reader, (prompt_ids, wanted) in zip(readers, expected, strict=True):
         _check(reference, prompt_ids, wanted, list(reader.token_ids), "in a batch")
+
+
+async def test_a_repeated_prompt_is_cached_for_its_tenant_and_gives_the_same_bits(
+    real_stack: RunningStack, reference: Reference
+) -> None:
+    prompt = "In the beginning the universe was created. " * 8
+    sampling = Sampling(temperature=0.9, top_p=0.95, seed=4, max_output_tokens=12, logprobs=2, repetition_penalty=1.2)
+    create = [sys.executable, "-m", "sluice", "keys", "create", "--tenant", "other"]
+    environment = {**os.environ, "SLUICE_HOME": str(real_stack.home.root)}
+    created = await asyncio.to_thread(
+        subprocess.run, create, env=environment, check=True, capture_output=True, text=True
+    )
+    readers = []
+    for api_key in (None, None, created.stdout.strip()):
+        async with real_stack.client(api_key=api_key) as client:
+            readers.append(Reader(client.generate(real_stack.local.model, prompt, sampling=sampling)))
+            await readers[-1].until_end(120)
+    first, second, other = readers
+    prompt_ids = reference.tokenizer.encode(prompt)
+    cached = [reader.finished.cached_prompt_tokens for reader in readers]
+    assert cached == [0, len(prompt_ids) // 16 * 16, 0]
+    assert first.token_ids == second.token_ids == other.token_ids
+    assert first.logprobs == second.logprobs == other.logprobs, "down to the last bit"
+    rows = reference.log_probabilities([*prompt_ids, *first.token_ids])[len(prompt_ids) - 1 : -1]
+    assert len(first.logprobs) == len(rows) == len(first.token_ids)
+    for token_id, logprob, row in zip(first.token_ids, first.logprobs, rows, strict=True):
+        assert logprob.logprob == pytest.approx(row[token_id], abs=1e-4)
+        assert [top.logprob for top in logprob.top] == pytest.approx(sorted(row, reverse=True)[:2], abs=1e-4)
 
 
 async def test_a_short_request_that_arrives_last_overtakes_long_ones_in_a_large_batch(
