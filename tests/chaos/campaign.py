@@ -64,6 +64,8 @@ async def run_campaign(campaign: Campaign, setup: Setup, say: Say) -> Tally:
         remains = campaign.directory / f"trial-{campaign.seed}-{number}"
         if bad or (campaign.keeps_pause_s is not None and result.longest_pause_s > campaign.keeps_pause_s):
             write_remains(remains, result, setup.stack.lines)
+        for stall in result.stalls:
+            say(f"    {stall}")
         if bad:
             say(_complaint(campaign, result, remains))
         del setup.stack.lines[:first_line]

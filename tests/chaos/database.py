@@ -170,6 +170,16 @@ async def is_all_over(connection: Connection, request_prefix: str) -> bool:
     return bool((await fetch(connection, query, request_prefix))[0]["live"] == 0)
 
 
+async def old_transactions(connection: Connection, seconds: float) -> list[dict[str, Any]]:
+    """Transactions that have been open for so long: what a takeover may be waiting for."""
+    query = (
+        "SELECT usename, state, wait_event_type, wait_event, round(extract(epoch FROM now() - xact_start), 1) AS age_s,"
+        " round(extract(epoch FROM now() - state_change), 1) AS state_age_s, left(query, 80) AS query"
+        " FROM pg_stat_activity WHERE xact_start < now() - make_interval(secs => %s)"
+    )
+    return await fetch(connection, query, seconds)
+
+
 _SWEEP = {
     "a generation that is not over": "SELECT generation_id FROM generations WHERE state IN ('QUEUED', 'RUNNING')",
     "a final generation without ledger row": "SELECT generation_id FROM generations WHERE state NOT IN ('QUEUED', 'RUNNING')"

@@ -86,7 +86,7 @@ async def start_real(root: Path) -> Setup:
     )
     await _started(stack)
     scale = Scale(
-        lease_s=LEASE_S, num_readers=(5, 8), num_tokens=(8, 40), has_stops=False, prompts=_PROMPTS, seeds=(7,)
+        lease_s=LEASE_S, num_readers=(5, 9), num_tokens=(12, 72), has_stops=False, prompts=_PROMPTS, seeds=(7,)
     )
     try:
         async with stack.client(0) as client:

@@ -8,13 +8,15 @@ from typing import Any
 
 from redis import Redis
 
-from tests.chaos.database import Connection, connect, fetch
+from tests.chaos.database import Connection, connect, fetch, old_transactions
 from tests.chaos.plan import FaultKind, FaultPlan
 from tests.chaos.stack import ChaosStack
 from tests.chaos.waiting import until
 
 _BUFFERED_S = 0.15
 """How long a paused scheduler is sent news that it does not read."""
+
+NO_TAKEOVER = "no other scheduler could take over from"
 
 Note = Callable[[str], None]
 
@@ -130,6 +132,9 @@ class Faults:
             self._note(f"{owner} and {worker} stopped")
             session_id = busiest["session_id"]
             granted = await until(lambda: _is_granted_again(connection, session_id), self._plan.lasts_s)
+            if not granted:
+                held = await old_transactions(connection, 3.0)
+                self._note(f"{NO_TAKEOVER} {owner} within {self._plan.lasts_s:g} s; open transactions: {held}")
             self._stack.send_signal(owner, signal.SIGCONT)
             self._note(f"{owner} goes on; granted again: {granted}")
         await asyncio.sleep(self._plan.down_s)

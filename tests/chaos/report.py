@@ -38,6 +38,8 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
     failed: list[dict[str, Any]] = field(default_factory=list)
+    stalls: list[str] = field(default_factory=list)
+    """Takeovers that had to wait for the old owner."""
     swept: list[str] = field(default_factory=list)
     """What was wrong in the whole database after the last trial."""
 
@@ -58,6 +60,7 @@ class Tally:
             self.longest_pause_s, self.longest_pause_trial = pause_s, result.plan.number
         waits = [visit.first_token_s for visit in history.visits if visit.first_token_s is not None]
         self.longest_first_token_s = max([self.longest_first_token_s, *waits])
+        self.stalls += [f"trial {result.plan.number}: {text}" for text in result.stalls]
         bad = failures(result.findings)
         if bad:
             self.num_failed += 1
@@ -128,6 +131,7 @@ def summary(tally: Tally) -> str:
         ("data loss", f"{found['DATA_LOSS']} not permitted, {found['PERMITTED_DATA_LOSS']} permitted and proven"),
         ("longest pause", f"{tally.longest_pause_s:.1f} s (trial {tally.longest_pause_trial})"),
         ("by fault", ", ".join(f"{kind} {s:.1f}" for kind, s in sorted(tally.pause_s_by_fault.items()))),
+        ("stalled takeovers", len(tally.stalls)),
         ("first token", f"after at most {tally.longest_first_token_s:.1f} s"),
         ("database afterwards", "; ".join(tally.swept) or "nothing wrong"),
         ("ended by itself", f"{tally.num_restarts} processes"),

@@ -134,8 +134,8 @@ class ChaosStack:
     # -- processes
 
     async def start_process(self, name: str) -> None:
-        self._held.discard(name)
         await self.run(self._children[name].start)
+        self._held.discard(name)
 
     async def kill(self, name: str) -> None:
         """SIGKILL; it stays away until `start_process`."""

@@ -8,7 +8,7 @@ from itertools import count
 
 from sluice.client import SluiceClient
 from tests.chaos.database import Rows, connect, is_all_over, read_rows
-from tests.chaos.faults import Faults
+from tests.chaos.faults import NO_TAKEOVER, Faults
 from tests.chaos.history import Failure, History, Visit
 from tests.chaos.oracle import Finding, Predictions, judge
 from tests.chaos.plan import TrialPlan
@@ -41,6 +41,11 @@ class TrialResult:
     took_s: float
     began_s: float
     deaths: int = 0
+
+    @property
+    def stalls(self) -> list[str]:
+        """Takeovers that did not come while the old owner was stopped: nothing is wrong then, and nothing goes on."""
+        return [text for _, text in self.notes if text.startswith(NO_TAKEOVER)]
 
     @property
     def longest_pause_s(self) -> float:
