@@ -1,29 +1,38 @@
-"""What sampling costs beside a step: ms per call, greedy and with everything on, measured in turns in one process.
+"""What sampling costs beside a step, with numpy and with the compiled kernels: ms per call, measured in turns in one process.
 
-python bench/sampling.py [--threads 2] [--vocab-size 49152] [--repeats 30] [--step-ms 80]
+python bench/sampling.py [--threads 2] [--vocab-size 49152] [--repeats 30] [--step-ms 80] [--cpu-time]
+
+--cpu-time counts the time of the processor instead of that of the clock: for one thread on a machine that others use.
 """
 
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from gpu_worker.engine.execution import SampleRequest
+from gpu_worker.engine.plain_rows import PlainRows
+from gpu_worker.engine.row_sampler import RowSampler, make_row_sampler
 from gpu_worker.engine.sampler import Sampler
+from gpu_worker.kernels.library import load_cpu_kernels
 from service_kit.sampling import SamplingParams
 
 _NUM_PROMPT = 128
 _NUM_OUTPUT = 128
 _NUM_ROWS = (1, 32, 64)
 _GREEDY = "greedy"
+_ROW_SAMPLERS: dict[str, Callable[[torch.Tensor], RowSampler]] = {"numpy": PlainRows, "kernels": make_row_sampler}
 _FIELDS_BY_NAME: dict[str, dict[str, float | int]] = {
     _GREEDY: {"temperature": 0},
     "temperature alone": {"temperature": 0.8},
     "top-k 50": {"temperature": 0.8, "top_k": 50},
     "top-p 0.95": {"temperature": 0.8, "top_p": 0.95},
+    "T 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "min-p 0.05": {"temperature": 0.8, "min_p": 0.05},
+    "greedy, 5 logprobs": {"temperature": 0, "logprobs": 5},
     "penalties, greedy": {
         "temperature": 0,
         "repetition_penalty": 1.1,
@@ -57,17 +66,17 @@ class Case:
     sampler: Sampler
     requests: list[SampleRequest]
 
-    def run(self, logits: torch.Tensor) -> float:
+    def run(self, logits: torch.Tensor, clock: Callable[[], float]) -> float:
         """Milliseconds of one call."""
-        started = time.perf_counter()
+        started = clock()
         outcomes = self.sampler.sample(logits, self.requests)
-        elapsed = time.perf_counter() - started
+        elapsed = clock() - started
         for request, outcome in zip(self.requests, outcomes, strict=True):
             request.token_ids.append(outcome.token_id)
         return elapsed * 1000
 
 
-def make_case(fields: dict[str, float | int], *, num_rows: int, vocab_size: int) -> Case:
+def make_case(fields: dict[str, float | int], sampler: Sampler, *, num_rows: int, vocab_size: int) -> Case:
     """Sequences of random tokens."""
     generator = torch.Generator().manual_seed(num_rows)
     length = _NUM_PROMPT + _NUM_OUTPUT
@@ -82,7 +91,7 @@ def make_case(fields: dict[str, float | int], *, num_rows: int, vocab_size: int)
         )
         for row in range(num_rows)
     ]
-    return Case(sampler=Sampler(), requests=requests)
+    return Case(sampler=sampler, requests=requests)
 
 
 def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
@@ -92,20 +101,24 @@ def make_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
     return -1.3 * ranks.double().log().float() + 0.5 * torch.randn(num_rows, vocab_size, generator=generator)
 
 
-def measure(num_rows: int, *, vocab_size: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds by name of the parameters."""
+def measure(
+    num_rows: int, *, vocab_size: int, repeats: int, clock: Callable[[], float]
+) -> dict[tuple[str, str], float]:
+    """Median milliseconds by name of the parameters and of the row sampler."""
     cases = {
-        name: make_case(fields, num_rows=num_rows, vocab_size=vocab_size) for name, fields in _FIELDS_BY_NAME.items()
+        (name, kind): make_case(fields, Sampler(make_rows), num_rows=num_rows, vocab_size=vocab_size)
+        for name, fields in _FIELDS_BY_NAME.items()
+        for kind, make_rows in _ROW_SAMPLERS.items()
     }
-    times: dict[str, list[float]] = {name: [] for name in cases}
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in cases}
     # The model has just written the logits when they are sampled; several tensors, so that they are not all in a cache.
     logits = [make_logits(num_rows, vocab_size) for _ in range(3)]
     for repeat in range(repeats + 2):
-        for name, case in cases.items():
-            elapsed = case.run(logits[repeat % len(logits)].clone())
+        for key, case in cases.items():
+            elapsed = case.run(logits[repeat % len(logits)].clone(), clock)
             if repeat >= 2:  # noqa: PLR2004  (the first two warm up)
-                times[name].append(elapsed)
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[key].append(elapsed)
+    return {key: statistics.median(values) for key, values in times.items()}
 
 
 def main() -> None:
@@ -114,15 +127,23 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=49152)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--step-ms", type=float, default=80.0)
+    parser.add_argument("--cpu-time", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(f"{arguments.threads} threads, vocabulary {arguments.vocab_size}, medians of {arguments.repeats}")
-    print(f"{'rows':>4}  {'parameters':<22}{'ms':>8}{'over greedy':>13}{f'of {arguments.step_ms:g} ms':>12}")
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    if load_cpu_kernels() is None:
+        print("no compiled kernels: both columns are numpy")
+    print(f"{arguments.threads} threads, vocabulary {arguments.vocab_size}, medians of {arguments.repeats}, ms")
+    print(
+        f"{'':>28}{'numpy':>8}{'over greedy':>13}{'kernels':>12}{'over greedy':>13}{f'of {arguments.step_ms:g} ms':>12}"
+    )
     for num_rows in _NUM_ROWS:
-        medians = measure(num_rows, vocab_size=arguments.vocab_size, repeats=arguments.repeats)
-        for name, value in medians.items():
-            over = value - medians[_GREEDY]
-            print(f"{num_rows:>4}  {name:<22}{value:>8.2f}{over:>13.2f}{over / arguments.step_ms:>11.1%}")
+        medians = measure(num_rows, vocab_size=arguments.vocab_size, repeats=arguments.repeats, clock=clock)
+        for name in _FIELDS_BY_NAME:
+            plain, fused = medians[name, "numpy"], medians[name, "kernels"]
+            over_plain, over = plain - medians[_GREEDY, "numpy"], fused - medians[_GREEDY, "kernels"]
+            share = over / arguments.step_ms
+            print(f"{num_rows:>4}  {name:<22}{plain:>8.2f}{over_plain:>13.2f}{fused:>12.2f}{over:>13.2f}{share:>12.1%}")
 
 
 if __name__ == "__main__":

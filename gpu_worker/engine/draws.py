@@ -19,7 +19,7 @@ DoubleArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How one row is drawn. temperature > 0; top_k: 0 is off; uniform in [0, 1).
+    """How one row is drawn. temperature: 0 takes the largest; top_k: 0 is off; uniform in [0, 1).
 
     total: the weight of the whole row where candidates are a part of it, in units of the largest weight; None where the
     share of top-p counts among the candidates themselves.
@@ -32,9 +32,14 @@ class Draw:
     uniform: float
     total: float | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is left out."""
+        return self.top_k == 0 and self.top_p == 1 and self.min_p == 0
+
 
 def draw_candidates(candidates: Candidates, draws: Sequence[Draw]) -> list[int]:
-    """One token per row of candidates; every row has at least one."""
+    """One token per row of candidates; every row has at least one, and a temperature above 0."""
     widths = candidates.counts.tolist()
     if max(widths) <= max(_MIN_WIDTH, 2 * min(widths)):
         return _draw_together(candidates, draws)

@@ -39,12 +39,16 @@ def measure_rows(logits: torch.Tensor, limits: Sequence[int]) -> list[RowLogprob
     for row, limit, part in zip(rows, limits, candidates, strict=True):
         weights.weigh(row, 1.0)
         log_total = float(part.logits.max()) + math.log(weights.total)
-        # By the 32-bit value that a reader sees, so that what looks equal to it is in id order.
         largest = np.lexsort((part.token_ids, -part.logits))[:limit]
-        top = [(int(part.token_ids[place]), _logprob(float(part.logits[place]), log_total)) for place in largest]
-        top.sort(key=lambda entry: (-entry[1], entry[0]))
-        measured.append(RowLogprobs(logits=row, log_total=log_total, top=tuple(top)))
+        logprobs = [_logprob(float(part.logits[place]), log_total) for place in largest]
+        top = rank(part.token_ids[largest].tolist(), logprobs)
+        measured.append(RowLogprobs(logits=row, log_total=log_total, top=top))
     return measured
+
+
+def rank(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """The most probable first, by the 32-bit value that a reader sees; what looks equal is in id order."""
+    return tuple(sorted(zip(token_ids, logprobs, strict=True), key=lambda entry: (-entry[1], entry[0])))
 
 
 def _logprob(logit: float, log_total: float) -> float:

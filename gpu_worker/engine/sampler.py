@@ -6,24 +6,19 @@ keeps stay too, so that no order among equals decides; top-p counts its share of
 the most probable token, which the two always keep. Temperature 0 takes the largest logit, of equals the first.
 
 The random number of a row depends on its seed and position alone, and the token is found by inverting the cumulative
-distribution in vocabulary order: the same logits give the same token in any batch, on any device, in any attempt. The
-device compares and gathers, which is exact everywhere; exponentials and sums are the host's.
+distribution in vocabulary order: the same logits give the same token in any batch and in any attempt. Where compiled
+kernels do it and where numpy does, tokens are the same but at a border that rounding moves (`FusedRows` says how far).
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
-from gpu_worker.engine.candidates import find_largest, join
-from gpu_worker.engine.draws import Draw, draw_candidates
+from gpu_worker.engine.draws import Draw
 from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure, SampleRequest
 from gpu_worker.engine.logit_edits import LogitEdits
-from gpu_worker.engine.logprobs import measure_rows
-from gpu_worker.engine.penalties import EditsBySequence
-from gpu_worker.engine.whole_rows import RowWeights
-from service_kit.sampling import SamplingParams
+from gpu_worker.engine.penalties import EditsBySequence, is_edited
+from gpu_worker.engine.row_sampler import RowSampler, make_row_sampler
 
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -48,7 +43,8 @@ def uniform(seed: int, position: int) -> float:
 class Sampler:
     """Draws tokens, and remembers between the steps of a sequence what its penalties count."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_rows: Callable[[torch.Tensor], RowSampler] = make_row_sampler) -> None:
+        self._make_rows = make_rows
         self._edits = EditsBySequence()
 
     @property
@@ -70,16 +66,18 @@ class Sampler:
         if not requests:
             return []
         logits = logits.contiguous()
-        failures = dict.fromkeys(_find_not_finite(logits), NOT_FINITE)
+        row_sampler = self._make_rows(logits)
+        failures = dict.fromkeys(row_sampler.find_not_finite(), NOT_FINITE)
         rows = [row for row in range(len(requests)) if row not in failures]
-        measured_rows = [row for row in rows if requests[row].sampling.logprobs is not None]
-        limits = [requests[row].sampling.logprobs or 0 for row in measured_rows]
-        measured = dict(zip(measured_rows, measure_rows(_select(logits, measured_rows), limits), strict=True))
+        limits = {row: requests[row].sampling.logprobs for row in rows}
+        measured = row_sampler.measure({row: limit for row, limit in limits.items() if limit is not None})
         edits = LogitEdits(logits, self._edits)
         try:
             edits.apply(rows, requests)
             failures |= edits.failures
-            tokens = _choose(logits, [row for row in rows if row not in failures], requests)
+            vocab_size = logits.shape[1]
+            draws = {row: _draw(requests[row], vocab_size) for row in rows if row not in failures}
+            tokens = row_sampler.choose(draws, [row for row in draws if _is_changed(requests[row])])
         finally:
             edits.undo()
         return [
@@ -90,62 +88,17 @@ class Sampler:
         ]
 
 
-def _find_not_finite(logits: torch.Tensor) -> list[int]:
-    """Rows that hold NaN or infinity."""
-    # A sum is not finite if any addend is not, and costs one quick pass; large finite addends are told apart afterwards.
-    suspects = np.flatnonzero(~np.isfinite(logits.sum(-1).cpu().numpy())).tolist()
-    return [row for row in suspects if not bool(torch.isfinite(logits[row]).all())]
-
-
-def _select(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """The chosen rows; without a copy when these are all."""
-    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
-
-
-def _choose(logits: torch.Tensor, rows: Sequence[int], requests: Sequence[SampleRequest]) -> dict[int, int]:
-    """The token of each of `rows`."""
-    greedy = [row for row in rows if requests[row].sampling.temperature == 0]
-    tokens = dict(zip(greedy, _argmax(_select(logits, greedy)), strict=True)) if greedy else {}
-    vocab_size = logits.shape[1]
-    draws = {
-        row: _draw(requests[row].sampling, requests[row].position, vocab_size)
-        for row in rows
-        if requests[row].sampling.temperature > 0
-    }
-    limited = [row for row, draw in draws.items() if draw.top_k]
-    parts_by_row: list[int] = [*limited]
-    parts = [find_largest(_select(logits, limited), [draws[row].top_k for row in limited])] if limited else []
-    whole = [row for row, draw in draws.items() if not draw.top_k]
-    if whole:
-        weights = RowWeights(vocab_size)
-        for row, values in zip(whole, _select(logits, whole).cpu().numpy(), strict=True):
-            weights.weigh(values, draws[row].temperature)
-            if draws[row].top_p == 1 and draws[row].min_p == 0:
-                tokens[row] = weights.draw(draws[row].uniform)
-            else:
-                parts.append(weights.restrict(draws[row]))
-                parts_by_row.append(row)
-                draws[row] = replace(draws[row], total=weights.total)
-    if parts:
-        drawn = draw_candidates(join(parts), [draws[row] for row in parts_by_row])
-        tokens |= zip(parts_by_row, drawn, strict=True)
-    return tokens
-
-
-def _draw(sampling: SamplingParams, position: int, vocab_size: int) -> Draw:
+def _draw(request: SampleRequest, vocab_size: int) -> Draw:
+    sampling = request.sampling
+    is_greedy = sampling.temperature == 0
     return Draw(
         temperature=sampling.temperature,
         top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        uniform=uniform(sampling.seed, position),
+        uniform=0.0 if is_greedy else uniform(sampling.seed, request.position),
     )
 
 
-def _argmax(logits: torch.Tensor) -> list[int]:
-    """The largest of each row, of equals the first."""
-    if logits.device.type == "cpu":
-        # Ten times faster than torch's.
-        tokens: list[int] = logits.numpy().argmax(axis=-1).tolist()
-        return tokens
-    return [int(token) for token in logits.argmax(-1).tolist()]
+def _is_changed(request: SampleRequest) -> bool:
+    return bool(request.banned_token_ids) or is_edited(request.sampling)

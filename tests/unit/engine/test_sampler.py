@@ -8,6 +8,8 @@ from gpu_worker.engine.execution import NOT_FINITE, SampleFailure
 from gpu_worker.engine.sampler import Sampler, uniform
 from tests.support.sampling import request
 
+pytestmark = pytest.mark.usefixtures("each_row_sampler")
+
 
 def sample(logits, requests):
     """Token ids; None for a failure of the model's logits."""

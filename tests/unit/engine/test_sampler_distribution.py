@@ -87,6 +87,7 @@ def test_a_uniform_that_ignores_the_seed_would_be_seen(monkeypatch):
     assert p_value(draw_sequences(1500), exact_probabilities()) < 1e-6
 
 
+@pytest.mark.usefixtures("without_sampling_kernels")
 @pytest.mark.parametrize("offset", [-1, 1])
 def test_a_nucleus_off_by_one_would_be_seen(monkeypatch, offset):
     right = draws._top_p_floors

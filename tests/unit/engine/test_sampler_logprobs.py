@@ -9,6 +9,8 @@ import torch
 from gpu_worker.engine.sampler import Sampler
 from tests.support.sampling import request
 
+pytestmark = pytest.mark.usefixtures("each_row_sampler")
+
 
 def random_logits(num_rows, vocab_size, *, scale=4.0):
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * scale

@@ -11,6 +11,8 @@ from gpu_worker.engine.logit_edits import ALL_BANNED, OVERFLOW
 from gpu_worker.engine.sampler import Sampler
 from tests.support.sampling import expect, request
 
+pytestmark = pytest.mark.usefixtures("each_row_sampler")
+
 NUM_CASES = 60
 
 FIELDS = {

@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from gpu_worker.engine.penalties import TokenCounts
+from gpu_worker.engine.plain_rows import PlainRows
 from gpu_worker.engine.sampler import Sampler
 from tests.support.sampling import request
+
+pytestmark = pytest.mark.usefixtures("each_row_sampler")
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 
@@ -204,4 +207,8 @@ def test_counts_are_right_when_a_sequence_has_far_more_tokens_than_at_first():
 def test_a_cuda_device_gives_the_results_of_the_cpu():
     requests = mixed_requests(120)
     logits = mixed_logits(120, 3001)
-    assert Sampler().sample(logits.cuda(), requests) == Sampler().sample(logits, requests)
+    on_device = Sampler().sample(logits.cuda(), requests)
+    assert on_device == Sampler(make_rows=PlainRows).sample(logits, requests)
+    assert [outcome.token_id for outcome in on_device] == [
+        outcome.token_id for outcome in Sampler().sample(logits, requests)
+    ]
