@@ -96,10 +96,11 @@ class GatewayApp:
     async def start(self) -> int:
         """Listens (not serving), waits for store and log, then serves. Returns the port.
 
-        Raises TimeoutError when they do not come up within the start timeout.
+        The models are known before: a client that comes back early must not hear that its model does not exist.
+        Raises TimeoutError when store and log do not come up within the start timeout.
         """
-        port = await self._server.start()
         await self.registry.rescan()
+        port = await self._server.start()
         self._background.append(asyncio.create_task(self.hub.run(), name="hub"))
         async with asyncio.timeout(self._config.start_timeout.total_seconds()):
             await self._wait_for_stores()

@@ -35,7 +35,8 @@ _UNAVAILABLE = (
 class PoolSettings:
     """Sizes and bounds. A call takes at most `call_timeout`, whatever the network does; the others end it earlier.
 
-    `idle_timeout` ends a transaction whose process was paused, so that its locks do not stop a takeover.
+    `idle_timeout` ends a transaction whose process was paused, so that its locks do not stop a takeover. A process that is
+    paused between a statement and its Sync does not count as idle: `transaction_timeout` (PostgreSQL 17) ends that one.
     """
 
     min_size: int = 1
@@ -45,6 +46,7 @@ class PoolSettings:
     statement_timeout: timedelta = timedelta(seconds=5)
     lock_timeout: timedelta = timedelta(seconds=2)
     idle_timeout: timedelta = timedelta(seconds=2)
+    transaction_timeout: timedelta = timedelta(seconds=4)
     call_timeout: timedelta = timedelta(seconds=10)
 
 
@@ -120,6 +122,7 @@ class Database:
             "statement_timeout": settings.statement_timeout,
             "lock_timeout": settings.lock_timeout,
             "idle_in_transaction_session_timeout": settings.idle_timeout,
+            "transaction_timeout": settings.transaction_timeout,
         }
         options = [f"-c {name}={_milliseconds(bound)}" for name, bound in bounds.items()]
         conninfo = make_conninfo(

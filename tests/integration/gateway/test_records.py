@@ -1,10 +1,16 @@
+from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from gateway.app import GatewayApp
 from gpu_worker.artifacts.simulated_model import BOS_TOKEN_ID, VOCAB_SIZE
 from inference.v1 import inference_pb2, types_pb2
 from service_kit.delta import EMPTY_CHAIN, TokenLogprob, extend_chain
-from service_kit.ids import GenerationId
+from service_kit.grpc_server import GrpcServer
+from service_kit.ids import GatewayId, GenerationId
 from state_store.model import State
+from state_store.ports import PermissiveQuota
 from tests.support.gateway import GatewayRig
 
 
@@ -160,3 +166,30 @@ async def test_tokenize_answers_what_generate_would_use(gateway: GatewayRig) -> 
     assert list(answer.token_ids) == [BOS_TOKEN_ID, *b"user: hi\nassistant: "]
     await create(gateway, prompt=None, chat=chat)
     assert list(gateway.scheduler.submits[-1].prompt_token_ids) == list(answer.token_ids)
+
+
+async def test_a_gateway_knows_its_models_before_it_listens(
+    gateway: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that comes back early must not hear that its model does not exist."""
+    store = gateway.scheduler.store
+    app = GatewayApp(
+        replace(gateway.config, listen="127.0.0.1:0"),
+        gateway_id=GatewayId("another"),
+        generations=store,
+        sessions=store,
+        keys=store,
+        log=gateway.scheduler.log,
+        quota=PermissiveQuota(),
+    )
+    known_at_start: list[str] = []
+    listen = GrpcServer.start
+
+    async def note_and_listen(server: GrpcServer) -> int:
+        known_at_start.extend(model.manifest.model for model in app.registry.models())
+        return await listen(server)
+
+    monkeypatch.setattr(GrpcServer, "start", note_and_listen)
+    await app.start()
+    await app.stop()
+    assert known_at_start == [model.manifest.model for model in gateway.app.registry.models()] != []

@@ -2,18 +2,20 @@
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
 
+import psycopg
 import pytest
 from psycopg import errors
 
+from service_kit.ids import GenerationId
 from state_store.errors import StoreUnavailableError
 from state_store.model import AttemptOutcome, CancelCause, State
 from state_store.ports import AttemptEnd, AttemptRef
-from state_store.postgres import pool
+from state_store.postgres import pool, statements
 from state_store.postgres.attempts import lock_generations
 from state_store.postgres.pool import PoolSettings, Transaction
 from state_store.postgres.store import PostgresStore
@@ -22,22 +24,41 @@ from tests.support.generations import LEASE, finish_of, grant_request, new_gener
 T = TypeVar("T")
 
 
-async def test_the_locks_of_a_paused_process_are_dropped(store_dsn: str) -> None:
-    settings = PoolSettings(idle_timeout=timedelta(milliseconds=100), lock_timeout=timedelta(seconds=4))
-    paused, other = (PostgresStore(store_dsn, settings=settings) for _ in range(2))
+async def pause_idle(transaction: Transaction, generation_id: GenerationId) -> None:
+    """Between two statements."""
+    await lock_generations(transaction, [generation_id])
+
+
+async def pause_before_sync(transaction: Transaction, generation_id: GenerationId) -> None:
+    """Between a statement and its Sync: Postgres executes it, and does not count the process as idle."""
+    connection = transaction._connection
+    await connection.execute(statements.LOCK_GENERATIONS, {"generation_ids": [generation_id]})
+    connection.pgconn.send_flush_request()
+    connection.pgconn.flush()
+
+
+@pytest.mark.parametrize("lock", [pause_idle, pause_before_sync])
+async def test_the_locks_of_a_paused_process_are_dropped(
+    store_dsn: str, lock: Callable[[Transaction, GenerationId], Awaitable[None]]
+) -> None:
+    soon = timedelta(milliseconds=300)
+    settings = PoolSettings(idle_timeout=soon, transaction_timeout=soon, lock_timeout=timedelta(seconds=4))
+    paused = PostgresStore(store_dsn, settings=settings)
+    other = PostgresStore(store_dsn, settings=PoolSettings(lock_timeout=timedelta(seconds=4)))
     await paused.open()
     await other.open()
     record = await submitted(other)
     has_locked, wakes_up = asyncio.Event(), asyncio.Event()
 
     async def pause(transaction: Transaction) -> None:
-        await lock_generations(transaction, [record.generation_id])
+        await lock(transaction, record.generation_id)
         has_locked.set()
         await wakes_up.wait()
         await lock_generations(transaction, [record.generation_id])
 
     task = asyncio.ensure_future(paused._database.transact(pause))
     await has_locked.wait()
+    await _until_locked(store_dsn)
     [cancelled] = await other.request_cancel_many([(record.generation_id, CancelCause.CLIENT)])
     assert cancelled is not None
     assert cancelled.cancel_cause is CancelCause.CLIENT
@@ -46,6 +67,21 @@ async def test_the_locks_of_a_paused_process_are_dropped(store_dsn: str) -> None
         await task
     await paused.close()
     await other.close()
+
+
+async def _until_locked(dsn: str) -> None:
+    """Waits until somebody holds locks on generations' rows."""
+    query = (
+        "SELECT count(*) FROM pg_locks JOIN pg_class ON relation = pg_class.oid"
+        " WHERE relname LIKE 'generations%%' AND mode = 'RowShareLock' AND granted"
+    )
+    async with await psycopg.AsyncConnection.connect(dsn) as connection:
+        async with asyncio.timeout(5):
+            while True:
+                cursor = await connection.execute(query)
+                row = await cursor.fetchone()
+                if row is not None and row[0]:
+                    return
 
 
 async def test_batches_in_any_order_do_not_deadlock(store_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
