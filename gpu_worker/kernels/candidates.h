@@ -110,15 +110,27 @@ inline void drop_below(float floor, double least, Scratch& scratch) {
   }
 }
 
-// Candidates: the k largest logits and the equals of the last, 1 <= k <= width. As many group maxima as k give a bound that k
-// logits reach.
-inline void collect_largest(const float* logits, int64_t width, int64_t k, const Weigher& weigher, Scratch& scratch) {
-  const int64_t groups = num_chunks(width) * kLanes;
+// A value that at least k logits of the row reach: the k-th largest of at least as many maxima. Those of chunks are quickest
+// and leave few candidates as long as k is well below their number, then those of groups, then the logits themselves.
+inline float bound_of_largest(const float* logits, int64_t width, int64_t k, const Scratch& scratch) {
+  const int64_t chunks = num_chunks(width), groups = chunks * kLanes;
   auto* copy = reinterpret_cast<float*>(scratch.members);
-  const bool is_grouped = k <= std::min(kMaxGrouped, groups);
-  const float bound = is_grouped ? kth_largest(scratch.maxima, groups, k, copy) : kth_largest(logits, width, k, copy);
-  collect(logits, width, weigher, 0.0f, bound, scratch);
-  if (scratch.count > k) drop_below(kth_largest(scratch.logits, scratch.count, k, copy), 0, scratch);
+  if (2 * k <= chunks) {
+    float* maxima = scratch.logits;  // no candidates are there yet
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      maxima[chunk] = max_lanes(_mm256_loadu_ps(scratch.maxima + chunk * kLanes));
+    }
+    return kth_largest(maxima, chunks, k, copy);
+  }
+  return k <= std::min(kMaxGrouped, groups) ? kth_largest(scratch.maxima, groups, k, copy)
+                                            : kth_largest(logits, width, k, copy);
+}
+
+// Candidates: the k largest logits and the equals of the last, 1 <= k <= width.
+inline void collect_largest(const float* logits, int64_t width, int64_t k, const Weigher& weigher, Scratch& scratch) {
+  collect(logits, width, weigher, 0.0f, bound_of_largest(logits, width, k, scratch), scratch);
+  if (scratch.count <= k) return;
+  drop_below(kth_largest(scratch.logits, scratch.count, k, reinterpret_cast<float*>(scratch.members)), 0, scratch);
 }
 
 inline double sum_candidates(const Scratch& scratch) {

@@ -47,6 +47,18 @@ def make_draws(num_rows):
     return [(*DRAWS[row % len(DRAWS)], uniforms[row]) for row in range(num_rows)]
 
 
+@pytest.mark.parametrize("k", [1, 2, 23, 24, 50, 128, 129, 700])
+def test_the_k_largest_and_their_equals_can_be_drawn_and_no_other(k):
+    """By the bounds of chunks, of groups and of the row, with equals at the border and without."""
+    for logits in make_rows(16, 12001)[[1, 15]]:
+        floor = logits.sort(descending=True).values[k - 1]
+        expected = set((logits >= floor).nonzero().flatten().tolist())
+        # At this temperature all weights are alike, so that equal steps of the uniform visit every candidate.
+        uniforms = (np.arange(len(expected)) + 0.5) / len(expected)
+        drawn = kernels_on(logits[None]).draw([0] * len(uniforms), [(1e6, k, 1.0, 0.0, value) for value in uniforms])
+        assert sorted(drawn) == sorted(expected)
+
+
 @pytest.mark.parametrize("vocab_size", [1, 97, 256, 1000, 5001])
 def test_a_row_has_its_bits_alone_in_any_place_and_on_any_number_of_threads(vocab_size):
     logits, draws = make_rows(80, vocab_size), make_draws(80)
@@ -69,7 +81,7 @@ def test_a_row_has_its_bits_alone_in_any_place_and_on_any_number_of_threads(voca
             assert np.array_equal(measured.logits[place, : limits[row]], measures[row].logits[0])
 
 
-@pytest.mark.parametrize("vocab_size", [1, 8, 255, 257, 5001])
+@pytest.mark.parametrize("vocab_size", [1, 8, 255, 257, 5001, 12001])
 def test_measures_are_the_largest_logits_and_the_exact_total_in_32_bits(vocab_size):
     logits = make_rows(40, vocab_size)
     measured = kernels_on(logits).measure(range(40), [min(20, vocab_size)] * 40)
