@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from gpu_worker.attempts import Assignment, AttemptNews, AttemptRef, HeldAttempt, VerdictAction
 from gpu_worker.engine.port import Capabilities, LoadReport, SequenceFinish
-from gpu_worker.session_stream import BatchMessage, OutgoingMessage, StateMessage
+from gpu_worker.session_stream import BatchMessage, EngineLostMessage, OutgoingMessage, StateMessage
 from inference.internal.v1 import worker_pb2
 from service_kit.errors import InvalidArgumentError
 from service_kit.ids import GenerationId, SessionId
@@ -72,6 +72,11 @@ def encode_outgoing(
                 cached_prefixes_removed=message.prefixes.removed,
             )
             return worker_pb2.SessionResponse(heartbeat=heartbeat)
+        case EngineLostMessage():
+            lost = worker_pb2.EngineLost(
+                is_step_known=message.untried is not None, untried=[_encode_ref(ref) for ref in message.untried or ()]
+            )
+            return worker_pb2.SessionResponse(engine_lost=lost)
 
 
 def encode_capabilities(capabilities: Capabilities) -> worker_pb2.WorkerCapabilities:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu_worker.codec import decode_assignment, decode_ref, decode_refs, decode_verdict, encode_outgoing
 from gpu_worker.session import WorkerSession
-from gpu_worker.session_stream import SessionStream
+from gpu_worker.session_stream import EngineLostMessage, SessionStream
 from gpu_worker.supervisor import EngineLostError
 from gpu_worker.tasks import run_until_first
 from inference.internal.v1 import worker_pb2, worker_pb2_grpc
@@ -73,8 +73,8 @@ async def _read(
         stream.heard()
         try:
             await _apply(request, session, stream)
-        except EngineLostError as error:
-            raise AbortedError("the session ended with its engine") from error
+        except EngineLostError:
+            await stream.wait_closed()  # the worker has lost it as well: it says what it knows, and ends the session
     raise UnavailableError("the scheduler closed its half of the stream")
 
 
@@ -116,6 +116,9 @@ async def _write(context: Any, session: WorkerSession, stream: SessionStream) ->
         message = await stream.next_message()
         response = encode_outgoing(message, session_id=session.session_id, capabilities=session.capabilities)
         await context.write(response)
+        if isinstance(message, EngineLostMessage):
+            stream.close(AbortedError("the session ended with its engine"))
+            await stream.wait_closed()
 
 
 async def _watch_silence(stream: SessionStream) -> None:

@@ -1,7 +1,7 @@
 """One worker session: its attempts, its engine, and the one stream to the scheduler that owns it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, assert_never
 
 from gpu_worker.attempts import (
@@ -23,7 +23,7 @@ from gpu_worker.engine.port import (
     SequenceOutput,
     SequenceSpec,
 )
-from gpu_worker.session_stream import SessionStream, StateMessage, StreamTimes
+from gpu_worker.session_stream import EngineLostMessage, SessionStream, StateMessage, StreamTimes
 from service_kit.errors import AbortedError, InvalidArgumentError, SluiceError
 from service_kit.ids import SchedulerId, SessionId
 from service_kit.logging import get_logger
@@ -118,6 +118,15 @@ class WorkerSession:
             self.connected.clear()
             self.disconnected.set()
             _log.info("session_stream_ended", session_id=self.session_id, owner_epoch=stream.owner_epoch)
+
+    def end_with_engine(self, untried: Collection[str] | None) -> None:
+        """The engine is lost, and the session with it. `untried`: sequences that its fatal step ran before they had made a
+        token in it; None when it did not die in a step."""
+        self._ended = AbortedError("the session ended with its engine")
+        self.emptied.set()
+        if self._stream is not None:
+            refs = None if untried is None else tuple(r.ref for r in self.book if r.sequence_id in untried)
+            self._stream.close_after(EngineLostMessage(untried=refs))
 
     def end(self, error: SluiceError | None) -> None:
         """The session is over (None: it has drained); streams end, and new ones are refused."""

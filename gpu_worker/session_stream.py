@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from gpu_worker.attempts import AttemptBook, AttemptNews, HeldAttempt
+from gpu_worker.attempts import AttemptBook, AttemptNews, AttemptRef, HeldAttempt
 from gpu_worker.cached_prefixes import PrefixFeed
 from gpu_worker.engine.port import CacheChanges, LoadReport
 from service_kit.errors import SluiceError, UnavailableError
@@ -48,7 +48,15 @@ class BatchMessage:
     news: tuple[AttemptNews, ...]
 
 
-OutgoingMessage = StateMessage | BatchMessage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLostMessage:
+    """The last message: the engine is lost. `untried` ran in its fatal step without having made a token before; None when
+    it did not die in a step."""
+
+    untried: tuple[AttemptRef, ...] | None
+
+
+OutgoingMessage = StateMessage | BatchMessage | EngineLostMessage
 
 
 class StreamSource(Protocol):
@@ -86,6 +94,7 @@ class SessionStream:
         self._num_acknowledged = 0
         self._is_closed = asyncio.Event()
         self._close_error: SluiceError | None = None
+        self._farewell: EngineLostMessage | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -105,6 +114,12 @@ class SessionStream:
             self._close_error = error
             self._is_closed.set()
 
+    def close_after(self, farewell: EngineLostMessage) -> None:
+        """Sends what there is room for and the farewell; whoever sent it closes the stream. A peer that does not read is
+        given up for its silence, as ever."""
+        self._farewell = farewell
+        self.wake.set()
+
     async def wait_closed(self) -> None:
         """Returns when the stream was closed in good order; raises the error it was closed with."""
         await self._is_closed.wait()
@@ -121,7 +136,7 @@ class SessionStream:
         self.close(UnavailableError("the scheduler was silent for too long"))
 
     async def next_message(self) -> OutgoingMessage:
-        """Hello first; then heartbeats when due, and batches while the window has room. One caller."""
+        """Hello first; then heartbeats when due, and batches while the window has room; a farewell last. One caller."""
         if self._heartbeat_due is None:
             self._heartbeat_due = self._clock() + self._times.heartbeat.total_seconds()
             return self._session.state_message(self._prefixes.take(), is_hello=True)
@@ -139,6 +154,8 @@ class SessionStream:
                     soon = self._clock() + self._times.after_end.total_seconds()
                     self._heartbeat_due = min(self._heartbeat_due, soon)
                 return BatchMessage(batch=self._num_sent, news=news)
+            if self._farewell is not None:
+                return self._farewell
             try:
                 async with asyncio.timeout(rest):
                     await self.wake.wait()

@@ -164,6 +164,11 @@ class EngineProcess:
             self.is_progressing = not detector.is_late
             await asyncio.sleep(_WATCH_INTERVAL_S)
 
+    def read_untried(self) -> tuple[str, ...] | None:
+        """Of a lost engine, until `close`: the sequences that its fatal step ran before they had made a token in it; None
+        when it did not die in a step."""
+        return self._progress.read_untried()
+
     async def close(self, grace: timedelta) -> None:
         """Ends the process: end of file, `grace` to go by itself, then SIGKILL. One that still loads would not see the end
         of file and has nothing to finish: it is killed at once. Idempotent."""

@@ -36,6 +36,8 @@ class SupervisedEngine(EngineLink, Protocol):
 
     async def watch(self, limits: HangLimits) -> None: ...
 
+    def read_untried(self) -> tuple[str, ...] | None: ...
+
     async def close(self, grace: timedelta) -> None: ...
 
 
@@ -111,7 +113,7 @@ class Worker:
                 _log.info("engine_ready", engine=capabilities.engine, model=capabilities.model, **capabilities.details)
                 await self._serve(engine, capabilities)
             except EngineLostError as error:
-                _log.error("engine_lost", reason=str(error))
+                self._take_loss(engine, error)
                 if not has_been_ready:
                     raise
             finally:
@@ -119,6 +121,14 @@ class Worker:
                 await engine.close(self._times.engine_close)
             wait = self._times.restart_wait if is_ready else min(2 * wait, self._times.max_restart_wait)
             await self._wait_or_drain(wait)
+
+    def _take_loss(self, engine: SupervisedEngine, error: EngineLostError) -> None:
+        untried = engine.read_untried()
+        num_untried = len(untried) if untried is not None else None
+        _log.error("engine_lost", reason=str(error), num_untried=num_untried)
+        if self._session is not None:
+            self._session.end_with_engine(untried)
+            self._session = None
 
     async def _wait_ready(self, engine: SupervisedEngine) -> Capabilities | None:
         """None when the worker is to drain before the engine is ready."""

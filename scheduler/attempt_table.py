@@ -35,6 +35,8 @@ class ExpectedAttempt:
     is_assigned: bool = False
     is_reassigned: bool = False
     is_cancel_wanted: bool = False
+    has_added: bool = False
+    """Whether it has added a token, as far as is known here."""
 
     @property
     def ref(self) -> AttemptRef:
@@ -113,6 +115,19 @@ class AttemptTable:
         for ref in refs:
             if (known := self.find(ref)) is not None:
                 known.is_seen = True
+
+    def note_added(self, ref: AttemptRef) -> bool:
+        """The attempt has added a token; True when that clears it of suspicion."""
+        known = self.find(ref)
+        if known is None or known.has_added:
+            return False
+        known.has_added = True
+        return known.record.charged_attempts > 0
+
+    def has_suspect(self) -> bool:
+        """Whether a generation runs here that was charged and has not added a token since: no second one may join it, so
+        that the next crash tells which it was."""
+        return any(known.record.charged_attempts and not known.has_added for known in self._by_generation.values())
 
     def unseen_tokens(self) -> tuple[int, int, int]:
         """Context of what was dispatched and does not show in the worker's load report yet, by rank of the class."""

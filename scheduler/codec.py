@@ -120,6 +120,11 @@ def decode_load(load: worker_pb2.LoadReport) -> SessionLoad:
     )
 
 
+def decode_untried(lost: worker_pb2.EngineLost) -> frozenset[AttemptRef] | None:
+    """None where the worker does not know."""
+    return frozenset(map(decode_ref, lost.untried)) if lost.is_step_known else None
+
+
 def decode_batch(batch: worker_pb2.DeltaBatch) -> list[AttemptNews]:
     """News per attempt. Raises ValueError for a malformed delta: the worker's bug, which ends its session."""
     return [

@@ -58,6 +58,8 @@ class NewsWriter:
         if corrections:
             stream.send(encode_verdict(corrections))
         for item in news:
+            if item.delta is not None and item.ref not in corrections and self._table.note_added(item.ref):
+                self._on_room()
             if item.end is not None and item.ref not in corrections and item.ref not in self._ends:
                 self._ends[item.ref] = asyncio.create_task(self._end(stream, item.ref, item.end))
 

@@ -1,5 +1,6 @@
 """Decisions of the scheduler as pure functions: what a row's end looks like, who is charged, what fits."""
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import accumulate
@@ -10,6 +11,7 @@ from service_kit.errors import Reason
 from service_kit.ids import TenantId
 from service_kit.sampling import FinishReason
 from state_store.model import CancelCause, Finish, GenerationRecord, State
+from state_store.ports import AttemptRef
 from state_store.transitions import has_attempts_left
 
 
@@ -94,6 +96,7 @@ def queue_entry_of(record: GenerationRecord, *, output_tokens: int = 0) -> Queue
         max_tokens=record.num_prompt_tokens + output_tokens + 1,
         arrived_at=record.created_at,
         deadline_at=min((limit for limit in limits if limit is not None), default=None),
+        is_charged=record.charged_attempts > 0,
     )
 
 
@@ -108,6 +111,8 @@ class Capacity:
     block_size: int
     unseen_tokens: tuple[int, int, int]
     is_draining: bool
+    has_suspect: bool = False
+    """Whether it runs a generation that was charged and has not added a token since."""
 
 
 LOOK_AHEAD = 2
@@ -125,7 +130,11 @@ def room_of(capacity: Capacity) -> Room:
         max(0, blocks * capacity.block_size - tokens)
         for blocks, tokens in zip(capacity.room_blocks, unseen, strict=True)
     )
-    return Room(max_entries=max(0, entries), max_tokens=(interactive, standard, batch))
+    return Room(
+        max_entries=max(0, entries),
+        max_tokens=(interactive, standard, batch),
+        max_charged=int(not capacity.has_suspect),
+    )
 
 
 def prefix_salt(tenant_id: TenantId, *, is_shared: bool) -> str:
@@ -133,11 +142,24 @@ def prefix_salt(tenant_id: TenantId, *, is_shared: bool) -> str:
     return "" if is_shared else tenant_id
 
 
-def is_charged(*, added_tokens: int, is_uncharged_cause: bool) -> bool:
-    """Whether an attempt that ended early counts against the generation: it added nothing, and its end was not a drain,
-    a blip or a lost assignment.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostAttempt:
+    """An attempt whose session died. `was_charged`: an earlier attempt of its generation counts against it."""
+
+    ref: AttemptRef
+    added_tokens: int
+    was_charged: bool
+
+
+def charged_of(lost: Sequence[LostAttempt], untried: Collection[AttemptRef] | None) -> frozenset[AttemptRef]:
+    """Which attempts of one dead session count against their generations.
+
+    `untried` is what the fatal step ran before it had made a token; None when that is unknown: then it could be every
+    attempt. What added a token did not do it. One that was charged before did it: no other such one travelled with it.
     """
-    return added_tokens == 0 and not is_uncharged_cause
+    suspects = [attempt for attempt in lost if not attempt.added_tokens and (untried is None or attempt.ref in untried)]
+    known = [attempt for attempt in suspects if attempt.was_charged]
+    return frozenset(attempt.ref for attempt in known or suspects)
 
 
 def is_unwatched_for_too_long(

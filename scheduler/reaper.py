@@ -1,5 +1,6 @@
 """Repairs what a crash left half-done, and ends what has waited too long. Every step may run on several schedulers."""
 
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -11,7 +12,7 @@ from scheduler.recovery import Recovery
 from scheduler.session_registry import SessionRegistry
 from service_kit.delta import Cursor
 from service_kit.errors import UnavailableError
-from service_kit.ids import GenerationId, minted_at
+from service_kit.ids import GenerationId, SessionId, minted_at
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter
 from state_store.errors import StoreUnavailableError
@@ -119,13 +120,13 @@ class Reaper:
         orphans = await self._store.orphans(limit=PAGE)
         to_end = [record for record in orphans if finish_without_worker(record, Cursor(), None) is not None]
         await self._recovery.end_rows(to_end)
-        to_give_back = [
-            AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
-            for record in orphans
-            if record not in to_end
-        ]
-        if to_give_back:
-            await self._recovery.give_back(to_give_back, AttemptOutcome.SESSION_LOST)
+        by_session: defaultdict[SessionId | None, list[AttemptRef]] = defaultdict(list)
+        for record in orphans:
+            if record not in to_end:
+                ref = AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
+                by_session[record.session_id].append(ref)
+        for refs in by_session.values():
+            await self._recovery.give_back(refs, AttemptOutcome.SESSION_LOST)
 
     async def return_in_flight(self) -> None:
         """Entries popped by a dispatcher that died before its grant."""

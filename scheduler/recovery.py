@@ -5,11 +5,11 @@ crash after any of these steps is repaired: the next open fences what a missing 
 stands QUEUED without an entry.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from scheduler.coordinator import Coordinator
 from scheduler.output import BrokenOutputError, combine
-from scheduler.policy import finish_without_worker, is_charged, queue_entry_of
+from scheduler.policy import LostAttempt, charged_of, finish_without_worker, queue_entry_of
 from scheduler.queue.port import AdmissionQueue
 from service_kit.crash_point import CrashPoints
 from service_kit.delta import Cursor
@@ -40,28 +40,48 @@ class Recovery:
         self._crash_points = crash_points
 
     async def recover_session(
-        self, lost: LostSession, *, outcome: AttemptOutcome = AttemptOutcome.SESSION_LOST
+        self,
+        lost: LostSession,
+        *,
+        outcome: AttemptOutcome = AttemptOutcome.SESSION_LOST,
+        untried: Collection[AttemptRef] | None = None,
     ) -> None:
-        """Continues after a session was declared lost in Postgres."""
+        """Continues after a session was declared lost in Postgres. `untried` as for `charged_of`."""
         _log.warning("session_lost", session_id=lost.session_id, requeued=len(lost.requeued), to_end=len(lost.to_end))
         self._crash_points.hit("requeue.committed")
-        await self._requeue(lost.requeued, outcome)
+        await self._requeue(lost.requeued, outcome, untried)
         await self.end_rows(lost.to_end)
 
     async def give_back(self, refs: Sequence[AttemptRef], outcome: AttemptOutcome) -> None:
-        """Takes single attempts from their session and queues them again."""
+        """Takes attempts of one session from it and queues them again."""
         results = await self._store.requeue_many(refs)
         requeued = [r.record for r in results if r.kind is RequeueKind.REQUEUED and r.record is not None]
         to_end = [r.record for r in results if r.kind is RequeueKind.TO_END and r.record is not None]
         await self._requeue(requeued, outcome)
         await self.end_rows(to_end)
 
-    async def _requeue(self, records: Sequence[GenerationRecord], outcome: AttemptOutcome) -> None:
+    async def _requeue(
+        self,
+        records: Sequence[GenerationRecord],
+        outcome: AttemptOutcome,
+        untried: Collection[AttemptRef] | None = None,
+    ) -> None:
         if not records:
             return
         views = await self._seal(records)
         ids = [record.generation_id for record in records]
         starts = await self._store.stored_ends_many(ids)
+        lost = [
+            LostAttempt(
+                ref=AttemptRef(generation_id=record.generation_id, attempt=record.attempt),
+                added_tokens=view.end.sequence_number - start.sequence_number,
+                was_charged=record.charged_attempts > 0,
+            )
+            for record, view, start in zip(records, views, starts, strict=True)
+        ]
+        charged = charged_of(lost, untried) if outcome is AttemptOutcome.SESSION_LOST else frozenset()
+        if charged:
+            _log.warning("attempts_charged", generation_ids=sorted(ref.generation_id for ref in charged))
         await self._store.record_attempt_ends(
             [
                 AttemptEnd(
@@ -69,12 +89,9 @@ class Recovery:
                     attempt=record.attempt,
                     outcome=outcome,
                     end_position=max(view.end.sequence_number, start.sequence_number),
-                    is_charged=is_charged(
-                        added_tokens=view.end.sequence_number - start.sequence_number,
-                        is_uncharged_cause=outcome is not AttemptOutcome.SESSION_LOST,
-                    ),
+                    is_charged=attempt.ref in charged,
                 )
-                for record, view, start in zip(records, views, starts, strict=True)
+                for record, view, start, attempt in zip(records, views, starts, lost, strict=True)
             ]
         )
         # The charge may have used up the last attempt: the row as it is now decides.

@@ -81,7 +81,7 @@ class SessionRegistry:
             _log.info("session_left_to_its_owner", session_id=session_id)
             return
         outcome = AttemptOutcome.HANDED_BACK if exit_ is SessionExit.DRAINED else AttemptOutcome.SESSION_LOST
-        await until_available(lambda: self._recovery.recover_session(lost, outcome=outcome))
+        await until_available(lambda: self._recovery.recover_session(lost, outcome=outcome, untried=session.untried))
 
     async def _drop(self, session_id: SessionId) -> None:
         """Hangs up without losing the session: somebody newer owns it."""

@@ -10,7 +10,7 @@ from opentelemetry import trace
 from inference.internal.v1 import worker_pb2
 from scheduler.assignments import Assignments
 from scheduler.attempt_table import AttemptTable, ExpectedAttempt, HeldAttempt, Overdue
-from scheduler.codec import decode_held, decode_load, encode_assignment, encode_ref, encode_verdict
+from scheduler.codec import decode_held, decode_load, decode_untried, encode_assignment, encode_ref, encode_verdict
 from scheduler.coordinator import ABORT, KEEP, Coordinator, NewsResult
 from scheduler.news_writer import NewsWriter
 from scheduler.policy import Capacity, prefix_salt
@@ -62,7 +62,8 @@ class WorkerSession:
         self.cached_prefixes = PrefixSet()
         self.last_heard_s = surroundings.clock()
         self.is_ready = False
-        self._is_closing = False
+        self.untried: frozenset[AttemptRef] | None = None
+        """What the engine's fatal step ran before it had made a token; None: not known."""
         self._around = surroundings
         self._stream: SessionStream | None = None
         self._writer = NewsWriter(table=self.table, coordinator=surroundings.coordinator, on_room=surroundings.on_room)
@@ -78,7 +79,8 @@ class WorkerSession:
             room_blocks=self.load.room_blocks,
             block_size=self.session.block_size,
             unseen_tokens=self.table.unseen_tokens(),
-            is_draining=not self.is_ready or self._is_closing or self.load.is_draining,
+            is_draining=not self.is_ready or self.load.is_draining,
+            has_suspect=self.table.has_suspect(),
         )
 
     def expect(self, record: GenerationRecord, *, output_tokens: int = 0) -> None:
@@ -128,10 +130,6 @@ class WorkerSession:
     def is_ending(self, ref: AttemptRef) -> bool:
         """Whether the worker's last word is on its way into the store."""
         return self._writer.is_ending(ref)
-
-    def drain(self) -> None:
-        self._is_closing = True
-        self._send(worker_pb2.SessionRequest(drain=worker_pb2.Drain()))
 
     def _send_cancel(self, ref: AttemptRef) -> None:
         self._send(worker_pb2.SessionRequest(cancel=worker_pb2.Cancel(attempts=[encode_ref(ref)])))
@@ -199,6 +197,8 @@ class WorkerSession:
             case "delta_batch":
                 assert self._stream is not None
                 self._writer.put(self._stream, response.delta_batch)
+            case "engine_lost":
+                self.untried = decode_untried(response.engine_lost)
             case other:
                 _log.error("session_response_unknown", message=other)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_worker.engine.frames import FatalFrame, encode_frame
-from gpu_worker.engine.port import Engine
+from gpu_worker.engine.port import Engine, NoteUntried
 from gpu_worker.engine.process import EngineLoop
 from gpu_worker.engine.progress import ProgressPage
 from gpu_worker.engine.simulated import load_simulated_engine
@@ -47,24 +47,25 @@ def main() -> int:
         log_format=LogFormat(environment.text("SLUICE_LOG_FORMAT", LogFormat.JSON)),
     )
     get_logger().info("engine_loads", model_directory=str(arguments.model))
+    progress = ProgressPage.open(arguments.progress_fd)
     try:
-        engine = load_engine(arguments.model, json.loads(arguments.settings))
+        engine = load_engine(arguments.model, json.loads(arguments.settings), note_untried=progress.note_untried)
     except Exception as error:
         connection.sendall(encode_frame(FatalFrame(reason=f"{type(error).__name__}: {error}")))
         raise
-    EngineLoop(engine, connection, ProgressPage.open(arguments.progress_fd), clock=time.monotonic).run()
+    EngineLoop(engine, connection, progress, clock=time.monotonic).run()
     return 0
 
 
-def load_engine(directory: Path, settings: dict[str, Any]) -> Engine:
+def load_engine(directory: Path, settings: dict[str, Any], *, note_untried: NoteUntried) -> Engine:
     """The engine for a model directory."""
     if read_manifest(directory).precision == SIMULATED_PRECISION:
-        return load_simulated_engine(directory, settings=SimulatedSettings(**settings))
+        return load_simulated_engine(directory, settings=SimulatedSettings(**settings), note_untried=note_untried)
     # Only here is torch loaded: the simulated engine starts without it.
     from gpu_worker.engine.loading import load_native_engine  # noqa: PLC0415
     from gpu_worker.engine.settings import EngineSettings  # noqa: PLC0415
 
-    return load_native_engine(directory, settings=EngineSettings(**settings))
+    return load_native_engine(directory, settings=EngineSettings(**settings), note_untried=note_untried)
 
 
 def _die_with_parent() -> None:

@@ -12,10 +12,12 @@ from gpu_worker.engine.live_sequence import LiveSequence
 from gpu_worker.engine.port import (
     Capabilities,
     LoadReport,
+    NoteUntried,
     RefusedSequenceError,
     SequenceOutput,
     SequenceSpec,
     StepOutput,
+    note_nothing,
 )
 from gpu_worker.engine.sequence import NUM_CLASSES, PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
@@ -46,6 +48,7 @@ class NativeEngine:
         clock: Callable[[], float] = time.time,
         num_host_blocks: int = 0,
         timer: Callable[[], float] = time.perf_counter,
+        note_untried: NoteUntried = note_nothing,
     ) -> None:
         self._executor = executor
         self._capabilities = capabilities
@@ -56,6 +59,7 @@ class NativeEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._timer = timer
+        self._note_untried = note_untried
         self._live: dict[str, LiveSequence] = {}
         self._ending: list[str] = []
         # Remembered so that an add repeated after the end does not run the sequence again; the oldest is forgotten.
@@ -104,6 +108,9 @@ class NativeEngine:
         plan = self._scheduler.schedule()
         if plan.preempted:
             log.info("sequences_preempted", step=self._step, sequence_ids=plan.preempted)
+        self._note_untried(
+            [each.sequence_id for each in plan.sequences if not self._live[each.sequence_id].first_token]
+        )
         outputs += self._move(plan)
         if plan.sequences:
             outputs += self._compute(plan)

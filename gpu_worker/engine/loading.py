@@ -12,7 +12,7 @@ from gpu_worker.attention.port import AttentionBackend, AttentionShape
 from gpu_worker.engine.engine import NativeEngine
 from gpu_worker.engine.host_resources import available_memory_bytes, available_threads
 from gpu_worker.engine.model_runner import ModelRunner
-from gpu_worker.engine.port import Capabilities
+from gpu_worker.engine.port import Capabilities, NoteUntried, note_nothing
 from gpu_worker.engine.sequence import PlannedSequence, StepPlan
 from gpu_worker.engine.settings import PRECISION_BY_DTYPE, EngineSettings, EngineStartError
 from gpu_worker.engine.text import TokenTable
@@ -32,14 +32,22 @@ class EngineParts:
 
 
 def load_native_engine(
-    directory: Path, *, settings: EngineSettings, clock: Callable[[], float] = time.time
+    directory: Path,
+    *,
+    settings: EngineSettings,
+    clock: Callable[[], float] = time.time,
+    note_untried: NoteUntried = note_nothing,
 ) -> NativeEngine:
     """The engine for the model in `directory`, warmed up. Raises ModelFilesError, EngineStartError."""
-    return make_engine(load_parts(directory, settings), settings, clock=clock)
+    return make_engine(load_parts(directory, settings), settings, clock=clock, note_untried=note_untried)
 
 
 def make_engine(
-    parts: EngineParts, settings: EngineSettings, *, clock: Callable[[], float] = time.time
+    parts: EngineParts,
+    settings: EngineSettings,
+    *,
+    clock: Callable[[], float] = time.time,
+    note_untried: NoteUntried = note_nothing,
 ) -> NativeEngine:
     """An engine with nothing in it over loaded parts."""
     return NativeEngine(
@@ -50,6 +58,7 @@ def make_engine(
         eos_token_ids=parts.manifest.eos_token_ids,
         num_host_blocks=settings.num_host_blocks,
         clock=clock,
+        note_untried=note_untried,
     )
 
 

@@ -4,6 +4,7 @@ Nothing outside `gpu_worker.engine` knows which engine runs. A *sequence* is the
 its id is unique per attempt, so an id is never reused while an abort of it is under way.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -139,6 +140,15 @@ class Capabilities:
 
 class RefusedSequenceError(Exception):
     """The engine can never run this sequence (too long, a token outside the vocabulary); the text says why."""
+
+
+NoteUntried = Callable[[Sequence[str]], None]
+"""Hears, before a step computes anything, which sequences it computes that have not made a token in this engine yet. Should
+the step be the engine's last, they are the suspects."""
+
+
+def note_nothing(_sequence_ids: Sequence[str]) -> None:
+    """`NoteUntried` where nobody asks."""
 
 
 class Engine(Protocol):

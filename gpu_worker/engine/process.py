@@ -85,6 +85,7 @@ class EngineLoop:
     def _step(self) -> None:
         started = self._clock()
         output = self._engine.step()
+        self._progress.forget_untried()
         self._progress.step_took(self._clock() - started)
         self._unacknowledged.append(output.step)
         self._send(OutputFrame(output=output, load=self._engine.load_report(), num_pauses=self._num_pauses))
@@ -106,10 +107,12 @@ class EngineLoop:
         match frame:
             case AddFrame():
                 for spec in frame.specs:
+                    self._progress.note_untried([spec.sequence_id])
                     try:
                         self._engine.add(spec)
                     except RefusedSequenceError as error:
                         self._send(RefusedFrame(sequence_id=spec.sequence_id, reason=str(error)))
+                self._progress.forget_untried()
             case AbortFrame():
                 for sequence_id in frame.sequence_ids:
                     self._engine.abort(sequence_id)

@@ -1,23 +1,30 @@
-"""A page shared by engine and service process that tells a busy engine from a hung one."""
+"""Memory shared by engine and service process: what a dead or hung engine was doing when it stopped."""
 
 import mmap
 import struct
 import tempfile
+from collections.abc import Iterable
 from typing import BinaryIO, cast
 
 _FIELDS = struct.Struct("<Qd")
 _NEW_STEP_WEIGHT = 0.1
+_UNTRIED = struct.Struct("<I")
+_UNTRIED_START = _FIELDS.size + _UNTRIED.size
+_PAGE_BYTES = 1 << 16
+_NOT_KNOWN = 0
 
 
 class ProgressPage:
-    """A turn counter and the usual seconds of a step, in memory that a file descriptor names.
+    """A turn counter, the usual seconds of a step, and the untried sequences of the step that runs, in memory that a file
+    descriptor names. It outlives its writer, however that ends.
 
-    One writer (the engine's loop), one reader. A torn read costs the reader one look: it compares counters only.
+    One writer (the engine's process), one reader. A torn read of the counters costs the reader one look. The untried ones
+    are read after the writer's death only; their length is written last, so half a list is never read.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._page = mmap.mmap(file.fileno(), _FIELDS.size)
+        self._page = mmap.mmap(file.fileno(), _PAGE_BYTES)
         self._turns = 0
         self._step_s = 0.0
 
@@ -25,7 +32,7 @@ class ProgressPage:
     def create(cls) -> "ProgressPage":
         """A new page; pass `fileno` on to the engine process."""
         file = tempfile.TemporaryFile(prefix="sluice-progress-")  # noqa: SIM115 - the page owns it
-        file.write(bytes(_FIELDS.size))
+        file.write(bytes(_PAGE_BYTES))
         file.flush()
         return cls(cast("BinaryIO", file))
 
@@ -47,6 +54,28 @@ class ProgressPage:
         weight = _NEW_STEP_WEIGHT if self._step_s else 1.0
         self._step_s += weight * (seconds - self._step_s)
         self._write()
+
+    def note_untried(self, sequence_ids: Iterable[str]) -> None:
+        """The writer begins with something that could be its last, and these sequences have not been through it before.
+        More than the page holds count as not known."""
+        self.forget_untried()
+        listed = "\n".join(sequence_ids).encode()
+        if _UNTRIED_START + len(listed) > _PAGE_BYTES:
+            return
+        self._page[_UNTRIED_START : _UNTRIED_START + len(listed)] = listed
+        _UNTRIED.pack_into(self._page, _FIELDS.size, len(listed) + 1)
+
+    def forget_untried(self) -> None:
+        """The writer got through it."""
+        _UNTRIED.pack_into(self._page, _FIELDS.size, _NOT_KNOWN)
+
+    def read_untried(self) -> tuple[str, ...] | None:
+        """What the last `note_untried` named; None when the writer was not in such a place."""
+        (length,) = _UNTRIED.unpack_from(self._page, _FIELDS.size)
+        if length == _NOT_KNOWN:
+            return None
+        listed = bytes(self._page[_UNTRIED_START : _UNTRIED_START + length - 1]).decode()
+        return tuple(listed.split("\n")) if listed else ()
 
     def read(self) -> tuple[int, float]:
         """Turns so far, and the usual seconds of a step."""

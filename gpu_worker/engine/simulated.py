@@ -13,12 +13,14 @@ from pathlib import Path
 from gpu_worker.engine.port import (
     Capabilities,
     LoadReport,
+    NoteUntried,
     RefusedSequenceError,
     SequenceFinish,
     SequenceOutput,
     SequenceSpec,
     StepOutput,
     Timings,
+    note_nothing,
 )
 from gpu_worker.engine.simulated_faults import NO_FAULTS, Faults, InvalidFaultError, read_faults
 from gpu_worker.engine.simulated_plan import SimulatedBatch, SimulatedSequence
@@ -66,27 +68,37 @@ class _Running:
 
 
 def load_simulated_engine(
-    directory: Path, *, settings: SimulatedSettings, world: SimulatedWorld | None = None
+    directory: Path,
+    *,
+    settings: SimulatedSettings,
+    world: SimulatedWorld | None = None,
+    note_untried: NoteUntried = note_nothing,
 ) -> "SimulatedEngine":
     """The engine for a model directory of precision "sim". Raises ModelFilesError, UnsupportedTokenizerError."""
     table = TokenTable.from_directory(directory)
     world = world or SimulatedWorld()
     if settings.load_s:
         world.sleep(settings.load_s)
-    return SimulatedEngine(read_manifest(directory), table, settings, world)
+    return SimulatedEngine(read_manifest(directory), table, settings, world, note_untried)
 
 
 class SimulatedEngine:
     """`gpu_worker.engine.port.Engine` without a model."""
 
     def __init__(
-        self, manifest: ModelManifest, table: TokenTable, settings: SimulatedSettings, world: SimulatedWorld
+        self,
+        manifest: ModelManifest,
+        table: TokenTable,
+        settings: SimulatedSettings,
+        world: SimulatedWorld,
+        note_untried: NoteUntried = note_nothing,
     ) -> None:
         self._manifest = manifest
         self._fingerprint = model_fingerprint(revision=manifest.revision, precision=manifest.precision)
         self._table = table
         self._settings = settings
         self._world = world
+        self._note_untried = note_untried
         self._alphabet = printable_alphabet(table)
         if not self._alphabet:
             raise InvalidSettingsError(f"model {manifest.model}: no token is a printable character")
@@ -151,6 +163,7 @@ class SimulatedEngine:
         plan = [
             (self._sequences[slot.sequence_id], chunk) for slot, chunk in self._batch.plan(self._settings.step_tokens)
         ]
+        self._note_untried([state.spec.sequence_id for state, _ in plan if not state.num_made])
         self._spend_time(plan)
         outputs, self._ended = self._ended, []
         for state, chunk in plan:

@@ -1,4 +1,4 @@
-"""Bytes of queue entries (msgpack). Pure. The scripts read fields 1 to 5; times are in ms for them, in µs for us."""
+"""Bytes of queue entries (msgpack). Pure. The scripts read fields 1 to 5 and 10; times are in ms for them, in µs for us."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -29,12 +29,14 @@ def pack_entry(entry: QueueEntry) -> bytes:
         entry.tenant_id,
         _to_us(entry.arrived_at),
         None if deadline_at is None else _to_us(deadline_at),
+        int(entry.is_charged),
     )
     return bytes(msgpack.packb(fields))
 
 
 def unpack_entry(model_key: ModelKey, generation_id: bytes, packed: bytes) -> QueueEntry:
-    attempt, rank, max_tokens, _, _, prompt_tokens, tenant_id, arrived_us, deadline_us = msgpack.unpackb(packed)
+    fields = msgpack.unpackb(packed)
+    attempt, rank, max_tokens, _, _, prompt_tokens, tenant_id, arrived_us, deadline_us, *charged = fields
     return QueueEntry(
         generation_id=GenerationId(generation_id.decode()),
         attempt=attempt,
@@ -45,6 +47,7 @@ def unpack_entry(model_key: ModelKey, generation_id: bytes, packed: bytes) -> Qu
         max_tokens=max_tokens,
         arrived_at=_from_us(arrived_us),
         deadline_at=None if deadline_us is None else _from_us(deadline_us),
+        is_charged=charged == [1],
     )
 
 

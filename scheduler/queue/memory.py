@@ -55,7 +55,7 @@ class MemoryAdmissionQueue:
         now = self._clock()
         slots = self._slots(model_key)
         popped: list[Popped] = []
-        num_tokens = 0
+        num_tokens, num_charged = 0, 0
         for slot in sorted((slot for slot in slots.values() if slot.pop_id is None), key=lambda slot: slot.place):
             entry = slot.entry
             if len(popped) >= room.max_entries:
@@ -63,9 +63,12 @@ class MemoryAdmissionQueue:
             if entry.deadline_at is not None and entry.deadline_at <= now:
                 del slots[entry.generation_id]
                 continue
+            if num_charged + entry.is_charged > room.max_charged and entry.is_charged:
+                continue
             if num_tokens + entry.max_tokens > room.max_tokens[entry.priority_class.rank]:
                 break
             num_tokens += entry.max_tokens
+            num_charged += entry.is_charged
             slot.pop_id, slot.held_until = uuid.uuid4().hex, now + self._settings.pop_hold
             popped.append(Popped(entry=entry, pop_id=slot.pop_id))
         return popped

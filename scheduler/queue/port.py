@@ -29,6 +29,8 @@ class QueueEntry:
     max_tokens: int
     arrived_at: datetime
     deadline_at: datetime | None
+    is_charged: bool = False
+    """Whether an attempt of it has been charged: a session takes one such entry at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +52,13 @@ class Room:
     """What sessions of a model can take now.
 
     `max_tokens` is by rank of the class: an entry fits while the sum of `max_tokens` of this pop, itself included, is at
-    most its class's. A higher class has at least the room of a lower one, whose memory it may take.
+    most its class's. A higher class has at least the room of a lower one, whose memory it may take. Charged entries beyond
+    `max_charged` keep their place, and what comes behind them goes first.
     """
 
     max_entries: int
     max_tokens: tuple[int, int, int]
+    max_charged: int = 1
 
 
 class AdmissionQueue(Protocol):

@@ -65,7 +65,7 @@ class RedisAdmissionQueue:
 
     async def pop(self, model_key: ModelKey, room: Room) -> list[Popped]:
         hold_ms = self._settings.pop_hold // timedelta(milliseconds=1)
-        head = (self._now(), hold_ms, room.max_entries, uuid.uuid4().hex, *room.max_tokens)
+        head = (self._now(), hold_ms, room.max_entries, uuid.uuid4().hex, *room.max_tokens, room.max_charged)
         answer = await self._run(_POP, model_key, *head)
         return [
             Popped(entry=unpack_entry(model_key, generation_id, packed), pop_id=pop_id.decode())

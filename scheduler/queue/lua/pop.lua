@@ -1,13 +1,14 @@
--- ARGV: now, hold in ms, most entries, id of this pop, most tokens of each class.
+-- ARGV: now, hold in ms, most entries, id of this pop, most tokens of each class, most charged entries.
 -- Answers: generation, packed entry, pop id, ...
--- Class order, then arrival. The first entry that does not fit ends the pop: nothing overtakes it.
+-- Class order, then arrival. The first entry that does not fit ends the pop: nothing overtakes it. Charged entries beyond
+-- their number stay where they are and are overtaken; a pop looks past MAX_PASSED of them in a class.
 if not is_ready() then
   return NOT_READY
 end
-local CHUNK = 64
+local CHUNK, MAX_PASSED = 64, 1024
 local now = now_ms(ARGV[1])
 local held_until = int(now + tonumber(ARGV[2]))
-local entries_left, tokens_taken = tonumber(ARGV[3]), 0
+local entries_left, tokens_taken, charged_left = tonumber(ARGV[3]), 0, tonumber(ARGV[8])
 local answers = {}
 
 local function take(generation, entry, packed)
@@ -16,6 +17,7 @@ local function take(generation, entry, packed)
   redis.call('ZADD', IN_FLIGHT, held_until, generation)
   redis.call('HSET', POPS, generation, pop_id)
   entries_left, tokens_taken = entries_left - 1, tokens_taken + entry.max_tokens
+  charged_left = charged_left - entry.charged
   for _, value in ipairs({generation, packed, pop_id}) do
     answers[#answers + 1] = value
   end
@@ -23,8 +25,9 @@ end
 
 -- Takes heads of one class, and drops expired ones; false when the pop is over.
 local function pop_class(rank)
-  while entries_left > 0 do
-    local heads = redis.call('ZRANGE', class_key(rank), 0, CHUNK - 1)
+  local passed = 0
+  while entries_left > 0 and passed < MAX_PASSED do
+    local heads = redis.call('ZRANGE', class_key(rank), passed, passed + CHUNK - 1)
     if #heads == 0 then
       return true
     end
@@ -36,6 +39,8 @@ local function pop_class(rank)
         redis.call('ZREM', class_key(rank), generation)
       elseif entry.deadline > 0 and entry.deadline <= now then
         drop(generation, entry)
+      elseif entry.charged > charged_left then
+        passed = passed + 1
       elseif tokens_taken + entry.max_tokens > tonumber(ARGV[5 + rank]) then
         return false
       else

@@ -27,7 +27,10 @@ end
 
 local function decode(packed)
   local fields = cmsgpack.unpack(packed)
-  return {attempt = fields[1], rank = fields[2], max_tokens = fields[3], arrival = fields[4], deadline = fields[5]}
+  return {
+    attempt = fields[1], rank = fields[2], max_tokens = fields[3], arrival = fields[4], deadline = fields[5],
+    charged = fields[10] or 0
+  }
 end
 
 local function find(generation)

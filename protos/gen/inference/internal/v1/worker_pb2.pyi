@@ -118,6 +118,7 @@ class SessionResponse(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     DELTA_BATCH_FIELD_NUMBER: _builtins.int
+    ENGINE_LOST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First."""
@@ -130,18 +131,23 @@ class SessionResponse(_message.Message):
     def delta_batch(self) -> Global___DeltaBatch:
         """New tokens and ends."""
 
+    @_builtins.property
+    def engine_lost(self) -> Global___EngineLost:
+        """Last: the session ends with its engine."""
+
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         delta_batch: Global___DeltaBatch | None = ...,
+        engine_lost: Global___EngineLost | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_batch", b"delta_batch", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_batch", b"delta_batch", "engine_lost", b"engine_lost", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_batch", b"delta_batch", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_batch", b"delta_batch", "engine_lost", b"engine_lost", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "delta_batch"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "delta_batch", "engine_lost"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -873,6 +879,34 @@ class DeltaBatch(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeltaBatch: _TypeAlias = DeltaBatch  # noqa: Y015
+
+@_typing.final
+class EngineLost(_message.Message):
+    """What is known of an engine's death. Without this message the cause is unknown."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_STEP_KNOWN_FIELD_NUMBER: _builtins.int
+    UNTRIED_FIELD_NUMBER: _builtins.int
+    is_step_known: _builtins.bool
+    """Whether it died, or hung, in a step or while it took an attempt in."""
+    @_builtins.property
+    def untried(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttemptRef]:
+        """Attempts that the fatal step ran before they had made a token in that engine; the others did not cause it."""
+
+    def __init__(
+        self,
+        *,
+        is_step_known: _builtins.bool = ...,
+        untried: _abc.Iterable[Global___AttemptRef] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_step_known", b"is_step_known", "untried", b"untried"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineLost: _TypeAlias = EngineLost  # noqa: Y015
 
 @_typing.final
 class AttemptDelta(_message.Message):
