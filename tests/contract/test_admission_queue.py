@@ -83,6 +83,7 @@ def entry_of(
     model_key: ModelKey = MODEL,
     deadline_at: datetime | None = None,
     generation_id: GenerationId | None = None,
+    is_charged: bool = False,
 ) -> QueueEntry:
     return QueueEntry(
         generation_id=generation_id or new_generation_id(),
@@ -94,6 +95,7 @@ def entry_of(
         max_tokens=max_tokens,
         arrived_at=ARRIVAL + timedelta(milliseconds=arrived_ms),
         deadline_at=deadline_at,
+        is_charged=is_charged,
     )
 
 
@@ -346,3 +348,16 @@ async def test_a_model_seen_for_the_first_time_needs_no_rebuild(under_test: Queu
     brand_new = ModelKey(revision="brand-new", precision="fp32")
     assert await under_test.pop(model_key=brand_new) == []
     assert await under_test.add(entry_of(model_key=brand_new), is_bounded=True) == [EnqueueStatus.ADDED]
+
+
+async def test_charged_entries_beyond_their_number_are_overtaken_and_keep_their_place(
+    under_test: QueueUnderTest,
+) -> None:
+    charged = [entry_of(arrived_ms=number, is_charged=True) for number in range(70)]
+    fresh = [entry_of(arrived_ms=100), entry_of(arrived_ms=101, priority_class=PriorityClass.BATCH)]
+    await under_test.add(*charged, *fresh)
+    assert await under_test.pop_entries(replace(BIG_ROOM, max_charged=0)) == fresh
+    assert await under_test.pop_entries(BIG_ROOM) == charged[:1]
+    await under_test.add(late := entry_of(arrived_ms=200))
+    assert await under_test.pop_entries(replace(BIG_ROOM, max_charged=2)) == [*charged[1:3], late]
+    assert await under_test.num_queued() == 67

@@ -55,7 +55,7 @@ class CountingEngine(NativeEngine):
 
 
 def make_engine(
-    *, num_blocks=32, max_running=8, token_budget=32, context_length=128, max_tokens_at_once=1000, clock=None
+    *, num_blocks=32, max_running=8, token_budget=32, context_length=128, max_tokens_at_once=1000, clock=None, **fields
 ):
     return CountingEngine(
         executor=CountingExecutor(max_tokens_at_once=max_tokens_at_once),
@@ -76,4 +76,5 @@ def make_engine(
         table=TokenTable([bytes([byte]) for byte in range(256)]),
         eos_token_ids=(EOS_TOKEN_ID,),
         clock=clock or itertools.count(1.0).__next__,
+        **fields,
     )

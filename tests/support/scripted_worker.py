@@ -83,6 +83,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             )
             while (response := await self._outgoing.get()) is not None:
                 yield response
+                if response.HasField("engine_lost"):
+                    await context.abort(grpc.StatusCode.ABORTED, "the session ended with its engine")
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -113,6 +115,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     def hang_up(self) -> None:
         """Ends the stream in good order, as after a drain."""
         self._outgoing.put_nowait(None)
+
+    def lose_engine(self, *, untried: Iterable[tuple[str, int]] | None) -> None:
+        """Ends the session as after a crash whose step ran these attempts first; None: nobody knows."""
+        refs = [worker_pb2.AttemptRef(generation_id=name, attempt=attempt) for name, attempt in untried or ()]
+        lost = worker_pb2.EngineLost(is_step_known=untried is not None, untried=refs)
+        self._outgoing.put_nowait(worker_pb2.SessionResponse(engine_lost=lost))
 
     def heartbeat(self, *, added: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
         """With digests of prefixes that came to and left its cache."""

@@ -154,3 +154,16 @@ def test_the_load_report_counts_sequences_blocks_and_waste():
     assert (report.num_running, report.num_waiting, report.largest_batch) == (2, 1, 2)
     assert (report.num_blocks, report.num_free_blocks) == (32, 28)
     assert report.kv_waste == pytest.approx(1 - 10 / 16)
+
+
+def test_each_step_notes_before_it_computes_what_has_not_made_a_token_yet():
+    noted = []
+    engine = make_engine(
+        token_budget=8, note_untried=lambda names: noted.append((list(names), set(engine.executor.known)))
+    )
+    engine.add(make_spec("short", b"a", max_output_tokens=3))
+    engine.step()
+    engine.add(make_spec("long", b"0123456789", max_output_tokens=1))
+    run_to_end(engine)
+    assert noted[:2] == [(["short"], set()), (["long"], {"short"})]
+    assert [names for names, _ in noted[2:]] == [["long"], []][: len(noted) - 2]

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from gpu_worker.artifacts.simulated_model import EOS_TOKEN_ID
 from gpu_worker.engine.port import RefusedSequenceError, SequenceSpec
+from gpu_worker.engine.simulated import SimulatedWorld, load_simulated_engine
 from gpu_worker.engine.simulated_plan import SimulatedBatch, SimulatedSequence
 from gpu_worker.engine.simulated_settings import InvalidSettingsError, SimulatedSettings
 from gpu_worker.engine.simulated_tokens import TokenMode, expected_output
@@ -215,6 +216,22 @@ def test_a_crash_marker_exits_when_the_sequence_first_runs(make_engine):
     engine.add(spec(prompt="say <<fault:crash>> now"))
     with pytest.raises(ProcessExitedError):
         engine.step()
+
+
+def test_the_suspects_of_a_crash_are_noted_before_it(directory, world):
+    noted = []
+    engine = load_simulated_engine(
+        directory,
+        settings=SimulatedSettings(has_prompt_faults=True),
+        world=SimulatedWorld(clock=lambda: world.now, sleep=world.sleep, exit_process=world.exit),
+        note_untried=noted.append,
+    )
+    engine.add(spec("neighbour"))
+    engine.step()
+    engine.add(spec("poison", prompt="<<fault:crash>>"))
+    with pytest.raises(ProcessExitedError):
+        engine.step()
+    assert noted == [["neighbour"], ["poison"]]
 
 
 def test_markers_are_plain_text_unless_they_are_switched_on(make_engine):
