@@ -146,18 +146,35 @@ async def test_everything_killed_at_once_continues_at_the_next_token(stack: Runn
     assert row == {"rows": 1, "tokens": NUM_TOKENS}
 
 
-async def test_a_request_that_kills_every_worker_fails_and_its_neighbours_go_on(stack: RunningStack) -> None:
+async def test_a_request_that_kills_every_worker_fails_and_its_15_neighbours_go_on(stack: RunningStack) -> None:
+    prompts = [f"neighbour {number}" for number in range(15)]
+    poisonous = "<<fault:crash>> and nothing else"
     async with stack.client() as client:
-        neighbour = _start(client, "neighbour")
-        await neighbour.until_token(10)
-        poison = Reader(client.generate(MODEL, "<<fault:crash>>", sampling=Sampling(max_output_tokens=5, seed=1)))
+        neighbours = [_start(client, prompt) for prompt in prompts[:8]]
+        await asyncio.gather(*(reader.until_token(5) for reader in neighbours))
+        poison = Reader(client.generate(MODEL, poisonous, sampling=Sampling(max_output_tokens=5, seed=1)))
+        neighbours += [_start(client, prompt) for prompt in prompts[8:]]
         with pytest.raises(AbortedError) as caught:
             await poison.until_end()
-        await neighbour.until_end()
+        await asyncio.gather(*(reader.until_end() for reader in neighbours))
     assert caught.value.reason == Reason.ATTEMPTS_EXHAUSTED
-    assert neighbour.token_ids == neighbour.top_ids == _expected("neighbour")
-    letter = stack.row("SELECT * FROM dead_letters WHERE generation_id = %s", poison.accepted.generation_id)
+    for prompt, neighbour in zip(prompts, neighbours, strict=True):
+        assert neighbour.token_ids == neighbour.top_ids == _expected(prompt)
+        assert stack.generation(neighbour.accepted.generation_id)["charged_attempts"] <= 1
+    generation_id = poison.accepted.generation_id
+    ended = stack.generation(generation_id)
+    assert (ended["state"], ended["charged_attempts"], ended["attempt"]) == ("FAILED", 3, 3)
+    letter = stack.row("SELECT *, count(*) OVER () AS n FROM dead_letters WHERE generation_id = %s", generation_id)
     assert letter is not None
+    assert (letter["n"], letter["reason"], letter["attempts"]) == (1, "ATTEMPTS_EXHAUSTED", 3)
+    assert len(letter["worker_ids"]) == 3
+    timed = stack.row(
+        "SELECT count(*) AS n FROM attempts WHERE generation_id = %s AND is_charged AND granted_at < ended_at",
+        generation_id,
+    )
+    assert timed == {"n": 3}
+    said = [line for _, line in stack.lines if "neighbour 1" in line or "fault:" in line or "nothing else" in line]
+    assert not said, "a prompt stands in a log"
 
 
 async def test_one_trace_runs_through_all_services(stack: RunningStack) -> None:
