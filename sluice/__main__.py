@@ -18,8 +18,8 @@ _COMMANDS = {
     "status": "status_command",
     "migrate": "migrate_command",
 }
-_GROUPS = ("models", "keys")
-_MODULES = {"chat": "generate"}
+_GROUPS = ("models", "keys", "dead-letters")
+_MODULES = {"chat": "generate", "dead-letters": "dead_letters"}
 """Where a command lies when its module has another name."""
 
 

@@ -127,6 +127,19 @@ class ChunkWrite:
     output: Delta
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetterFilter:
+    """Which dead letters; None is any. `since` is the earliest time of death."""
+
+    generation_id: GenerationId | None = None
+    tenant_id: TenantId | None = None
+    reason: str | None = None
+    since: datetime | None = None
+
+
+ALL_DEAD_LETTERS = DeadLetterFilter()
+
+
 class GenerationStore(Protocol):
     """The truth about generations."""
 
@@ -194,7 +207,7 @@ class GenerationStore(Protocol):
 
     async def ledger_of(self, generation_id: GenerationId) -> list[LedgerRow]: ...
 
-    async def dead_letters(self, *, limit: int) -> list[DeadLetter]:
+    async def dead_letters(self, *, limit: int, wanted: DeadLetterFilter = ALL_DEAD_LETTERS) -> list[DeadLetter]:
         """Newest first."""
 
     async def prune_request_keys(self, *, limit: int, now: datetime | None = None) -> int:

@@ -8,6 +8,7 @@ from service_kit.ids import GenerationId, RequestId, TenantId
 from state_store.decisions import is_grantable, overdue_cause
 from state_store.memory.data import MemoryPart
 from state_store.model import AttemptRecord, CancelCause, DeadLetter, GenerationRecord, LedgerRow, State
+from state_store.ports import ALL_DEAD_LETTERS, DeadLetterFilter
 
 
 class MemoryGenerationReads(MemoryPart):
@@ -82,8 +83,16 @@ class MemoryGenerationReads(MemoryPart):
         row = self._data.ledger.get(generation_id)
         return [row] if row is not None else []
 
-    async def dead_letters(self, *, limit: int) -> list[DeadLetter]:
-        letters = sorted(self._data.dead_letters.values(), key=lambda it: (it.created_at, it.generation_id))
+    async def dead_letters(self, *, limit: int, wanted: DeadLetterFilter = ALL_DEAD_LETTERS) -> list[DeadLetter]:
+        found = [
+            it
+            for it in self._data.dead_letters.values()
+            if wanted.generation_id in (None, it.generation_id)
+            and wanted.tenant_id in (None, it.tenant_id)
+            and wanted.reason in (None, it.reason)
+            and (wanted.since is None or it.created_at >= wanted.since)
+        ]
+        letters = sorted(found, key=lambda it: (it.created_at, it.generation_id))
         return letters[::-1][:limit]
 
     async def prune_request_keys(self, *, limit: int, now: datetime | None = None) -> int:

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from service_kit.ids import GenerationId, RequestId, TenantId, is_generation_id
 from state_store.decisions import overdue_cause
 from state_store.model import AttemptRecord, CancelCause, DeadLetter, GenerationRecord, LedgerRow, State
+from state_store.ports import ALL_DEAD_LETTERS, DeadLetterFilter
 from state_store.postgres import rows, statements
 from state_store.postgres.attempts import by_id, known_ids
 from state_store.postgres.pool import Parameters, PostgresPart
@@ -24,7 +25,12 @@ FROM usage_ledger WHERE generation_id = %(generation_id)s::uuid
 """
 _DEAD_LETTERS = """
 SELECT generation_id, tenant_id, reason, message, attempts, worker_ids, created_at
-FROM dead_letters ORDER BY created_at DESC, generation_id DESC LIMIT %(limit)s
+FROM dead_letters
+WHERE (%(generation_id)s::uuid IS NULL OR generation_id = %(generation_id)s::uuid)
+    AND (%(tenant_id)s::text IS NULL OR tenant_id = %(tenant_id)s)
+    AND (%(reason)s::text IS NULL OR reason = %(reason)s)
+    AND (%(since)s::timestamptz IS NULL OR created_at >= %(since)s)
+ORDER BY created_at DESC, generation_id DESC LIMIT %(limit)s
 """
 _PRUNE_REQUEST_KEYS = """
 WITH over AS (
@@ -96,8 +102,17 @@ class PostgresReads(PostgresPart):
         found = await self._database.fetch(_LEDGER_OF, {"generation_id": generation_id})
         return [rows.ledger_row(row) for row in found]
 
-    async def dead_letters(self, *, limit: int) -> list[DeadLetter]:
-        return [rows.dead_letter(row) for row in await self._database.fetch(_DEAD_LETTERS, {"limit": limit})]
+    async def dead_letters(self, *, limit: int, wanted: DeadLetterFilter = ALL_DEAD_LETTERS) -> list[DeadLetter]:
+        if wanted.generation_id is not None and not is_generation_id(wanted.generation_id):
+            return []
+        parameters: Parameters = {
+            "generation_id": wanted.generation_id,
+            "tenant_id": wanted.tenant_id,
+            "reason": wanted.reason,
+            "since": wanted.since,
+            "limit": limit,
+        }
+        return [rows.dead_letter(row) for row in await self._database.fetch(_DEAD_LETTERS, parameters)]
 
     async def prune_request_keys(self, *, limit: int, now: datetime | None = None) -> int:
         return len(await self._database.fetch(_PRUNE_REQUEST_KEYS, {"limit": limit, "now": now}))

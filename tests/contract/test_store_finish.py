@@ -1,15 +1,16 @@
 import asyncio
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from service_kit.delta import Cursor, Delta, extend_chain, join, rest_after
 from service_kit.errors import Reason
-from service_kit.ids import GenerationId
+from service_kit.ids import GenerationId, TenantId
 from service_kit.sampling import FinishReason
 from state_store.model import AttemptOutcome, CancelCause, DeadLetter, State
-from state_store.ports import AttemptEnd, AttemptRef, ChunkWrite, FinishKind, GrantKind, SubmitKind
+from state_store.ports import AttemptEnd, ChunkWrite, DeadLetterFilter, FinishKind, GrantKind, SubmitKind
 from tests.support.generations import (
     NOW,
     Store,
@@ -20,6 +21,7 @@ from tests.support.generations import (
     new_generation,
     opened,
     output,
+    requeued,
     running,
     state_of,
     submitted,
@@ -41,13 +43,6 @@ def tail(delta: Delta, after: int) -> Delta:
     rest = rest_after(Cursor(sequence_number=after, chain=chain), delta)
     assert rest is not None
     return rest
-
-
-async def requeued(store: Store, record):
-    ref = AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
-    [result] = await store.requeue_many([ref])
-    assert result.record is not None
-    return result.record
 
 
 async def test_a_success_is_final_with_output_usage_and_the_end_of_its_attempt(store: Store) -> None:
@@ -321,6 +316,24 @@ async def test_dead_letters_are_listed_newest_first(store: Store) -> None:
         await store.finish_many([failure], now=NOW + timedelta(seconds=age))
     letters = await store.dead_letters(limit=2)
     assert [letter.generation_id for letter in letters] == [record.generation_id for record in records[:0:-1]]
+
+
+async def test_dead_letters_are_found_by_id_tenant_reason_and_time(store: Store) -> None:
+    records = [await submitted(store, tenant_id=TenantId(name)) for name in ("tenant-a", "tenant-b", "tenant-b")]
+    for age, record in enumerate(records):
+        failure = end_of_queued(record, state=State.FAILED, error_reason=Reason.ATTEMPTS_EXHAUSTED)
+        await store.finish_many([failure], now=NOW + timedelta(seconds=age))
+    first, second, third = (record.generation_id for record in records)
+
+    async def found(**wanted: Any) -> list[str]:
+        return [it.generation_id for it in await store.dead_letters(limit=9, wanted=DeadLetterFilter(**wanted))]
+
+    assert await found() == [third, second, first]
+    assert await found(tenant_id="tenant-b") == [third, second]
+    assert await found(tenant_id="tenant-b", since=NOW + timedelta(seconds=2)) == [third]
+    assert await found(since=NOW + timedelta(seconds=3)) == []
+    assert await found(reason="ATTEMPTS_EXHAUSTED", generation_id=first) == [first]
+    assert await found(reason="OTHER") == await found(generation_id="no-id") == []
 
 
 async def test_a_requeue_of_a_dead_letter_is_a_new_generation(store: Store) -> None:

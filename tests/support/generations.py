@@ -8,7 +8,7 @@ from service_kit.delta import Cursor, Delta, TokenLogprob, make_delta
 from service_kit.ids import KeyId, RequestId, SchedulerId, SessionId, TenantId, new_generation_id, new_session_id
 from service_kit.sampling import FinishReason, SamplingParams
 from state_store.model import Finish, GenerationRecord, ModelKey, NewGeneration, NewSession, PriorityClass, State
-from state_store.ports import GenerationStore, GrantKind, GrantRequest, KeyStore, SessionStore, SubmitKind
+from state_store.ports import AttemptRef, GenerationStore, GrantKind, GrantRequest, KeyStore, SessionStore, SubmitKind
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 LEASE = timedelta(seconds=5)
@@ -129,6 +129,12 @@ async def granted(store: Store, record: GenerationRecord, session_id: SessionId,
 async def running(store: Store, **fields: Any) -> GenerationRecord:
     """A generation in its first attempt on a session of its own."""
     return await granted(store, await submitted(store, **fields), await opened(store))
+
+
+async def requeued(store: Store, record: GenerationRecord) -> GenerationRecord:
+    [result] = await store.requeue_many([AttemptRef(generation_id=record.generation_id, attempt=record.attempt)])
+    assert result.record is not None
+    return result.record
 
 
 async def state_of(store: Store, record: GenerationRecord) -> GenerationRecord:
