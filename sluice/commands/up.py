@@ -16,12 +16,14 @@ from sluice.console import PrefixedLog
 from sluice.home import Home, find_home
 from sluice.keys import LOCAL_TENANT, keep_or_create_key
 from sluice.local.server_state import write_private
+from sluice.local.services import Service
 from sluice.local.stack import LocalStack, StackSettings
 from state_store.postgres.migrate import upgrade
 from state_store.postgres.store import PostgresStore
 
 _START_TIMEOUT_S = 180.0
 _SUPERVISE_S = 0.25
+_MAX_REPLICAS = 16
 
 
 class Engine(StrEnum):
@@ -37,12 +39,18 @@ def up_command(
     engine: Annotated[
         Engine, typer.Option(help="native, or simulated: no model, for trying things out.")
     ] = Engine.NATIVE,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free one.")] = 50051,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port of the gateway, of the first if there are more; 0 takes a free one."),
+    ] = 50051,
+    gateways: Annotated[int, typer.Option(min=1, max=_MAX_REPLICAS, help="Gateway processes.")] = 1,
+    schedulers: Annotated[int, typer.Option(min=1, max=_MAX_REPLICAS, help="Scheduler processes.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=_MAX_REPLICAS, help="Worker processes, each with the model.")] = 1,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where everything lies; default: SLUICE_HOME or .sluice.")
     ] = None,
 ) -> None:
-    """Run Postgres, Valkey, gateway, scheduler and worker here; Ctrl-C stops them all."""
+    """Run Postgres, Valkey, gateways, schedulers and workers here; Ctrl-C stops them all."""
     home = find_home(data_dir)
     name = model or (DEFAULT_MODEL if engine is Engine.NATIVE else DEFAULT_SIMULATED_MODEL)
     require_model(home, name, engine=engine.value)
@@ -52,6 +60,7 @@ def up_command(
         model=name,
         engine=engine.value,
         gateway_port=port or None,
+        counts={Service.GATEWAY: gateways, Service.SCHEDULER: schedulers, Service.GPU_WORKER: workers},
     )
     log = PrefixedLog()
     stack = LocalStack(settings, on_line=log)
@@ -59,7 +68,9 @@ def up_command(
         try:
             start(stack, home, stop)
             if not stop.is_set():
-                log("sluice", f"ready: gateway {stack.gateways[0]}, model {name}, engine {engine.value}")
+                for instance in stack.instances:
+                    log("sluice", f"{instance.name} at {instance.address}")
+                log("sluice", f"ready: gateway {' and '.join(stack.gateways)}, model {name}, engine {engine.value}")
                 log("sluice", 'try in another terminal: sluice generate "What is the capital of France?"')
             while not stop.wait(_SUPERVISE_S):
                 stack.supervise_once()

@@ -52,13 +52,20 @@ def _processes_of(home: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_serves_generate_and_status_and_leaves_nothing_behind(home: Path, number: signal.Signals) -> None:
+REPLICAS = ("--gateways", "2", "--schedulers", "2", "--workers", "2")
+
+
+@pytest.mark.parametrize(("number", "replicas"), [(signal.SIGINT, ()), (signal.SIGTERM, REPLICAS)])
+def test_up_serves_generate_and_status_and_leaves_nothing_behind(
+    home: Path, number: signal.Signals, replicas: tuple[str, ...]
+) -> None:
     log = home / "up.log"
+    suffixes = ("", "-2") if replicas else ("",)
+    names = {f"{service}{suffix}" for service in ("gateway", "scheduler", "gpu_worker") for suffix in suffixes}
     with (
         log.open("w") as output,
         subprocess.Popen(
-            [sys.executable, "-m", "sluice", "up", "--engine", "simulated", "--port", "0"],
+            [sys.executable, "-m", "sluice", "up", "--engine", "simulated", "--port", "0", *replicas],
             env=_environment(home),
             stdout=output,
             stderr=output,
@@ -66,19 +73,27 @@ def test_up_serves_generate_and_status_and_leaves_nothing_behind(home: Path, num
     ):
         try:
             _wait_for_line(log, "ready: gateway", up)
+            addresses = {
+                name: entry["address"]
+                for name, entry in json.loads((home / "run.json").read_text())["services"].items()
+            }
+            assert set(addresses) == names
+            assert all(f"{name} at {address}" in log.read_text() for name, address in addresses.items())
             answer = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4")
             assert answer.returncode == 0, answer.stderr
             assert len(answer.stdout.rstrip("\n")) == 12
             assert "12 output tokens, ended by LENGTH" in answer.stderr
             assert "generation " in answer.stderr
-            again = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4", "--logprobs", "1")
+            elsewhere = () if not replicas else ("--target", f"127.0.0.1:1,{addresses['gateway-2']}")
+            again = _run(home, "generate", "hello", "--max-tokens", "12", "--seed", "4", "--logprobs", "1", *elsewhere)
             assert again.stdout == answer.stdout
             first = f'"{answer.stdout[0]}"'
             assert f"    1  {first}" in again.stderr
-            assert again.stderr.splitlines()[0].endswith(f"  {first} 0.0000")
+            shown = [line for line in again.stderr.splitlines() if not line.startswith("[")]
+            assert shown[0].endswith(f"  {first} 0.0000")
             status = _run(home, "status")
             assert status.returncode == 0, status.stdout + status.stderr
-            assert status.stdout.count("SERVING") == 4
+            assert status.stdout.count("SERVING") == len(names) + 1
             assert "session        worker" in status.stdout
             assert stat.S_IMODE((home / "api-key").stat().st_mode) == 0o600
             second = _run(home, "up", "--engine", "simulated", "--port", "0")
