@@ -11,6 +11,7 @@ from inference.internal.v1 import scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
 from scheduler.loops import every
 from scheduler.queue.redis_queue import RedisAdmissionQueue
+from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.wiring import build
 from service_kit.environment import Environment
 from service_kit.grpc_server import GrpcServer
@@ -30,6 +31,7 @@ SCHEMA_POLL = timedelta(seconds=2)
 RENEW_S = 1.0
 COMPARE_S = 1.0
 REAP_S = 1.0
+HINTS_S = 1.0
 PARTITION_S = 3600.0
 
 
@@ -45,13 +47,14 @@ async def serve(config: SchedulerConfig) -> None:
     await store.open()
     redis = connect_redis(config.redis_url)
     queue = RedisAdmissionQueue(redis)
-    parts = build(config, store=store, log=RedisDeltaLog(redis), queue=queue)
+    parts = build(config, store=store, log=RedisDeltaLog(redis), queue=queue, hints=RedisCancelHints(redis))
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
     server = GrpcServer(listen=config.listen, services={"inference.internal.v1.SchedulerService": register})
     try:
         async with asyncio.TaskGroup() as tasks:
             loops = [
                 tasks.create_task(parts.dispatcher.run()),
+                tasks.create_task(every(HINTS_S, parts.cancellation.follow_hints, name="cancel_hints")),
                 tasks.create_task(every(RENEW_S, parts.registry.renew_once, name="renew")),
                 tasks.create_task(every(COMPARE_S, parts.registry.compare_once, name="compare")),
                 tasks.create_task(every(REAP_S, parts.reaper.run_once, name="reaper")),

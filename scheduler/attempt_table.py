@@ -1,5 +1,6 @@
 """What a session is expected to run, and what its worker says it runs. No I/O; the clock's value is passed in."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +11,7 @@ from service_kit.ids import GenerationId
 from state_store.model import GenerationRecord, PriorityClass
 from state_store.ports import AttemptRef
 
+MAX_CANCELLED_EARLY = 256
 NAMING_DEADLINE_S = 2.0
 """A granted attempt that the worker does not name within this time is assigned once more, then lost."""
 
@@ -57,6 +59,7 @@ class AttemptTable:
     _by_generation: dict[GenerationId, ExpectedAttempt] = field(default_factory=dict)
     _reported: frozenset[AttemptRef] = frozenset()
     """Attempts whose memory the latest load report counts."""
+    _cancelled_early: deque[AttemptRef] = field(default_factory=lambda: deque(maxlen=MAX_CANCELLED_EARLY))
 
     def __len__(self) -> int:
         return len(self._by_generation)
@@ -69,7 +72,17 @@ class AttemptTable:
                 attempt.span.end()
                 return
             known.span.end()
+        attempt.is_cancel_wanted |= attempt.ref in self._cancelled_early
         self._by_generation[attempt.record.generation_id] = attempt
+
+    def want_cancel(self, ref: AttemptRef) -> ExpectedAttempt | None:
+        """Notes the wish; None where the attempt is not expected. Its grant may be committed and its scheduler not know it
+        yet: then the wish waits for it. Of more than it keeps, the oldest is left to the next comparison with Postgres."""
+        if (known := self.find(ref)) is None:
+            self._cancelled_early.append(ref)
+        else:
+            known.is_cancel_wanted = True
+        return known
 
     def find(self, ref: AttemptRef) -> ExpectedAttempt | None:
         known = self._by_generation.get(ref.generation_id)

@@ -13,7 +13,7 @@ from scheduler.batcher import Batcher
 from scheduler.policy import WorkerEnd, finish_from_worker
 from service_kit.crash_point import CrashPoints
 from service_kit.delta import Delta, join
-from service_kit.errors import Reason
+from service_kit.errors import Reason, UnavailableError
 from service_kit.logging import get_logger
 from state_store.delta_log.port import AppendItem, AppendStatus, DeltaLogWriter, LogEnd, LogView, OpenItem, SealItem
 from state_store.model import Finish, GenerationRecord, State
@@ -61,6 +61,8 @@ class EndResult(StrEnum):
     COMMITTED = "COMMITTED"
     STALE = "STALE"
     INCOMPLETE = "INCOMPLETE"
+    BROKEN = "BROKEN"
+    """Our bug: nothing is known about it. The worker still holds the end, and is to give it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +163,20 @@ class Coordinator:
         return await self._ends.submit((ref, end))
 
     async def _end_batch(self, items: Sequence[tuple[AttemptRef, WorkerEnd]]) -> list[EndOutcome]:
+        """One bad item must not keep the others from ending: whatever it raises, it raises alone."""
+        try:
+            return await self._end_all(items)
+        except UnavailableError:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is, one item must not take the others along
+            if len(items) == 1:
+                (ref, _) = items[0]
+                _log.exception("end_failed", generation_id=ref.generation_id, attempt=ref.attempt)
+                return [EndOutcome(result=EndResult.BROKEN)]
+            _log.exception("ends_failed", count=len(items))
+        return [outcome for item in items for outcome in await self._end_batch([item])]
+
+    async def _end_all(self, items: Sequence[tuple[AttemptRef, WorkerEnd]]) -> list[EndOutcome]:
         ids = [ref.generation_id for ref, _ in items]
         records = await self._store.get_many(ids)
         views = await self._log.read_many([(generation_id, 0) for generation_id in ids])

@@ -12,6 +12,9 @@ from scheduler.retry import until_available
 from scheduler.session_stream import SessionStream
 from state_store.ports import AttemptRef
 
+BROKEN_END_PAUSE_S = 1.0
+"""Until a worker is asked again for an end that could not be dealt with."""
+
 
 class NewsWriter:
     """Appends batch after batch; carries last words into Postgres beside that, several at once.
@@ -67,8 +70,13 @@ class NewsWriter:
         """Commits a last word; then the worker may forget the attempt. If this process dies first, it still holds it."""
         try:
             outcome = await until_available(lambda: self._coordinator.end(ref, end))
+            if outcome.result is EndResult.BROKEN:
+                await asyncio.sleep(BROKEN_END_PAUSE_S)
         finally:
             self._ends.pop(ref, None)
+        if outcome.result is EndResult.BROKEN:
+            stream.send(encode_verdict({ref: resend_from(end.output_tokens + 1)}))
+            return
         if outcome.result is EndResult.INCOMPLETE:
             stream.send(encode_verdict({ref: resend_from(outcome.resend_from)}))
             return

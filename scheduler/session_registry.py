@@ -90,11 +90,13 @@ class SessionRegistry:
             known[1].cancel()
             await asyncio.gather(known[1], return_exceptions=True)
 
-    def cancel_attempt(self, record: GenerationRecord) -> None:
-        """Tells the worker of a running row, if its session is owned here; else its owner finds the cause by itself."""
-        if record.session_id is not None and record.session_id in self._sessions:
-            session, _ = self._sessions[record.session_id]
-            session.cancel(AttemptRef(generation_id=record.generation_id, attempt=record.attempt))
+    def cancel_attempt(self, record: GenerationRecord) -> bool:
+        """Tells the worker of a running row, if its session is owned here; False where it is not."""
+        if record.session_id is None or record.session_id not in self._sessions:
+            return False
+        session, _ = self._sessions[record.session_id]
+        session.cancel(AttemptRef(generation_id=record.generation_id, attempt=record.attempt))
+        return True
 
     async def renew_once(self) -> None:
         """Extends the leases of sessions whose worker speaks; hangs up on those that are no longer ours. A worker that

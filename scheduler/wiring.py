@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from scheduler.admission import Admission
 from scheduler.assignments import Assignments
+from scheduler.cancel_hints import CancelHints, NoCancelHints
 from scheduler.cancellation import Cancellation
 from scheduler.config import SchedulerConfig
 from scheduler.coordinator import Coordinator
@@ -53,9 +54,15 @@ class Clocks:
 
 
 def build(
-    config: SchedulerConfig, *, store: Store, log: DeltaLogWriter, queue: AdmissionQueue, clocks: Clocks | None = None
+    config: SchedulerConfig,
+    *,
+    store: Store,
+    log: DeltaLogWriter,
+    queue: AdmissionQueue,
+    hints: CancelHints | None = None,
+    clocks: Clocks | None = None,
 ) -> Parts:
-    """Wires the scheduler over its stores."""
+    """Wires the scheduler over its stores. Without `hints` it is alone."""
     clocks = clocks or Clocks()
     scheduler_id = SchedulerId(config.scheduler_id or f"scheduler-{secrets.token_hex(4)}")
     crash_points = CrashPoints(config.crash_file)
@@ -97,7 +104,7 @@ def build(
         on_queued=dispatcher.wake,
         clock=clocks.monotonic_s,
     )
-    cancellation = Cancellation(store=store, registry=registry, recovery=recovery)
+    cancellation = Cancellation(store=store, registry=registry, recovery=recovery, hints=hints or NoCancelHints())
     reaper = Reaper(
         store=store,
         log=log,

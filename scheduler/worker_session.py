@@ -120,11 +120,8 @@ class WorkerSession:
 
     def cancel(self, ref: AttemptRef) -> None:
         """Asks the worker to end an attempt; its last word then ends the generation."""
-        known = self.table.find(ref)
-        if known is None:
-            return
-        known.is_cancel_wanted = True
-        if known.is_assigned:
+        known = self.table.want_cancel(ref)
+        if known is not None and known.is_assigned:
             self._send_cancel(ref)
 
     def is_ending(self, ref: AttemptRef) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,18 +49,25 @@ class RedisFeed:
         self._uniform = uniform
 
     async def follow(self, gateway_id: GatewayId) -> AsyncGenerator[Batch, None]:
+        async with aclosing(self.messages(f"log:gw:{gateway_id}")) as messages:
+            async for data in messages:
+                yield unpack_pushes(data) if data is not None else None
+
+    async def messages(self, channel: str) -> AsyncGenerator[bytes | None, None]:
+        """What is published on one channel; None whenever the subscription begins (again): before it, messages may have
+        been missed."""
         num_failures = 0
         while True:
             connection = self._client.pubsub()
             try:
-                await connection.subscribe(f"log:gw:{gateway_id}")
+                await connection.subscribe(channel)
                 while True:
                     message = await self._next_message(connection)
                     num_failures = 0
                     if message["type"] == "subscribe":
                         yield None
                     elif message["type"] == "message":
-                        yield unpack_pushes(message["data"])
+                        yield message["data"]
             except RedisError as error:
                 if not is_unavailable(error):
                     raise

@@ -1,5 +1,6 @@
 """A scheduler inside the test process, over any stores: loops are turned by hand, patience is a number."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.queue.memory import MemoryAdmissionQueue
 from scheduler.queue.port import AdmissionQueue
 from scheduler.reaper import Store
+from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.wiring import Clocks, Parts, build
 from service_kit.grpc_server import GrpcServer
 from service_kit.ids import GenerationId, KeyId, RequestId, TenantId, new_generation_id
@@ -118,15 +120,19 @@ async def running_scheduler(
         store=stores.store,
         log=stores.log,
         queue=stores.queue,
+        hints=RedisCancelHints(stores.redis) if stores.redis is not None else None,
         clocks=Clocks(monotonic_s=clock, now=clock.now),
     )
     await parts.reaper.rebuild_queue()
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
     server = GrpcServer(listen="127.0.0.1:0", services={"inference.internal.v1.SchedulerService": register})
     port = await server.start()
+    following = asyncio.create_task(parts.cancellation.follow_hints())
     try:
         yield SchedulerRig(parts=parts, stores=stores, clock=clock, address=f"127.0.0.1:{port}")
     finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
         await server.stop(timedelta(0))
         await parts.registry.stop()
 

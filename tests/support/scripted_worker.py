@@ -145,16 +145,24 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         failure: str = "",
     ) -> None:
         """Sends one delta batch about one attempt; with `finish_reason` or `failure` it is the last word."""
-        item = worker_pb2.AttemptDelta(attempt=worker_pb2.AttemptRef(generation_id=generation_id, attempt=attempt))
+        item = self.last_word(
+            generation_id, attempt, finish_reason=finish_reason, output_tokens=output_tokens, failure=failure
+        )
         if delta is not None:
             item.first, item.prev_chain, item.chain = delta.first, delta.prev_chain, delta.chain
             item.token_ids.extend(delta.token_ids)
             item.texts.extend(delta.texts)
-        if finish_reason or failure:
-            item.end.CopyFrom(
-                worker_pb2.AttemptEnd(finish_reason=finish_reason, failure=failure, output_tokens=output_tokens)
-            )
         self.say_all([item])
+
+    @staticmethod
+    def last_word(
+        generation_id: str, attempt: int, *, finish_reason: str = "", output_tokens: int = 0, failure: str = ""
+    ) -> worker_pb2.AttemptDelta:
+        item = worker_pb2.AttemptDelta(attempt=worker_pb2.AttemptRef(generation_id=generation_id, attempt=attempt))
+        if finish_reason or failure:
+            end = worker_pb2.AttemptEnd(finish_reason=finish_reason, failure=failure, output_tokens=output_tokens)
+            item.end.CopyFrom(end)
+        return item
 
     def say_all(self, items: Iterable[worker_pb2.AttemptDelta]) -> None:
         self._num_batches += 1

@@ -9,13 +9,15 @@ import grpc
 import pytest
 
 from inference.internal.v1 import worker_pb2
+from scheduler import news_writer
 from service_kit.delta import Cursor, Delta, make_delta
 from service_kit.errors import NotFoundError
 from service_kit.ids import GatewayId, GenerationId, TenantId, new_generation_id
 from service_kit.sampling import FinishReason
 from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import DeltaLogReader, OpenItem
-from state_store.model import AttemptOutcome, CancelCause, GenerationRecord, State
+from state_store.model import AttemptOutcome, CancelCause, Finish, GenerationRecord, State
+from state_store.ports import FinishResult, GrantRequest, GrantResult
 from tests.support.polling import eventually
 from tests.support.scheduler_rig import SchedulerRig, make_generation
 from tests.support.scripted_worker import ScriptedWorker
@@ -147,6 +149,50 @@ async def test_cancels_of_one_moment_share_their_transactions_and_one_bad_id_fai
     assert [type(answer) for answer in answers[-2:]] == [NotFoundError, NotFoundError]
     assert len(calls) <= 2
     assert all([len(await rig.stores.store.ledger_of(record.generation_id)) == 1 for record in records])
+
+
+async def test_a_cancel_that_comes_before_the_grant_is_known_here_follows_the_assignment(
+    rig: SchedulerRig, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = await rig.submit()
+    grant_many = rig.stores.store.grant_many
+
+    async def cancelled_behind_the_commit(items: Sequence[GrantRequest]) -> list[GrantResult]:
+        results = await grant_many(items)
+        assert await rig.parts.cancellation.cancel(record.tenant_id, record.generation_id) is State.RUNNING
+        return results
+
+    monkeypatch.setattr(rig.stores.store, "grant_many", cancelled_behind_the_commit)
+    assert await rig.dispatch()
+    await worker.until(lambda: bool(worker.received_of("cancel")))
+    kinds = [request.WhichOneof("message") for request in worker.received]
+    assert kinds.index("assign") < kinds.index("cancel")
+
+
+async def test_an_end_that_cannot_be_dealt_with_keeps_no_other_from_ending_and_is_tried_again(
+    rig: SchedulerRig, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(news_writer, "BROKEN_END_PAUSE_S", 0.05)
+    ids = [(await rig.submit()).generation_id for _ in range(4)]
+    assert await rig.dispatch()
+    await worker.until(lambda: len(worker.assignments()) == 4)
+    finish_many, calls = rig.stores.store.finish_many, []
+
+    async def raises_for_the_second(items: Sequence[Finish]) -> list[FinishResult]:
+        calls.append([item.generation_id for item in items])
+        if ids[1] in calls[-1] and len(calls) < 5:
+            raise ValueError("a bug")
+        return await finish_many(items)
+
+    monkeypatch.setattr(rig.stores.store, "finish_many", raises_for_the_second)
+    worker.say_all([worker.last_word(each, 1, finish_reason="STOP") for each in ids])
+    await worker.until(lambda: len(worker.ended()) == 3)
+    assert (ids[1], 1) not in worker.ended()
+    assert (await rig.record(ids[1])).state is State.RUNNING
+    await worker.until(lambda: any(v.action == worker_pb2.VERDICT_ACTION_RESEND_FROM for v in worker.verdicts()))
+    worker.say(ids[1], 1, None, finish_reason="STOP")
+    await worker.until(lambda: (ids[1], 1) in worker.ended())
+    assert [len(await rig.stores.store.ledger_of(each)) for each in ids] == [1] * 4
 
 
 async def test_after_a_lost_worker_the_next_attempt_continues_behind_the_log(

@@ -4,8 +4,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import pytest_asyncio
+from redis.asyncio import Redis
 
 from inference.internal.v1 import worker_pb2
+from scheduler.redis_cancel_hints import CHANNEL
 from service_kit.delta import Cursor, Delta, make_delta
 from state_store.delta_log.port import LogView, SealItem
 from state_store.model import CancelCause, State
@@ -221,3 +223,23 @@ async def test_a_row_whose_recovery_died_between_seal_and_finish_is_ended_by_the
     after = await pair.second.record(generation_id)
     assert (after.state, after.output_tokens) == (State.CANCELLED, 2)
     assert not len(pair.second.parts.registry.ready()[0].table)
+
+
+async def test_a_cancel_through_the_other_scheduler_reaches_the_worker_before_any_comparison(pair: Pair) -> None:
+    assert pair.stores.redis is not None
+    redis = pair.stores.redis
+    await eventually_answers(lambda: _follow_both(redis))
+    record = await pair.first.submit()
+    assert await pair.first.dispatch()
+    await pair.worker.until(lambda: bool(pair.worker.assignments()))
+    state = await pair.second.parts.cancellation.cancel(record.tenant_id, record.generation_id)
+    assert state is State.RUNNING
+    await pair.worker.until(lambda: bool(pair.worker.received_of("cancel")))
+    pair.worker.say(record.generation_id, 1, None, finish_reason="CANCELLED")
+    await pair.worker.until(lambda: (record.generation_id, 1) in pair.worker.ended())
+    assert (await pair.second.record(record.generation_id)).state is State.CANCELLED
+
+
+async def _follow_both(redis: Redis) -> bool:
+    ((_, count),) = await redis.pubsub_numsub(CHANNEL)
+    return bool(count == 2)
