@@ -15,6 +15,7 @@ from service_kit.model_manifest import read_manifest
 from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.memory.store import MemoryStore
 from state_store.model import ModelKey, State
+from tests.chaos.proxy import Link
 from tests.integration.worker.test_worker_process import engine_pid, worker_process
 from tests.support.polling import eventually
 from tests.support.scheduler_rig import Stores, make_generation, running_scheduler
@@ -113,6 +114,41 @@ async def test_a_broken_stream_costs_neither_a_token_nor_an_attempt(rig, model_d
         record, output = await wait_final(rig, generation_id)
         assert (record.state, record.attempt) == (State.SUCCEEDED, 1)
         assert output == oracle("hello", 40)
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["connections reset", "nothing passes"])
+async def test_a_blip_of_100_ms_between_scheduler_and_worker_requeues_nothing(rig, model_directory, is_cut):
+    started = []
+    to_worker, to_scheduler = Link("worker", lambda: started[0].address), Link("scheduler", lambda: rig.address)
+    async with contextlib.AsyncExitStack() as stack:
+        for link in (to_worker, to_scheduler):
+            await link.start()
+            stack.push_async_callback(link.stop)
+        worker = worker_process(
+            model_directory,
+            [to_scheduler.address],
+            settings={"tokens_per_s": 40},
+            SLUICE_WORKER_ADVERTISE=to_worker.address,
+        )
+        started.append(await stack.enter_async_context(worker))
+        await stack.enter_async_context(dispatching(rig))
+        prompts = [f"blip {number}" for number in range(5)]
+        ids = [await submit(rig, model_directory, prompt) for prompt in prompts]
+        await log_reaches(rig, ids[-1], 5)
+        session_id = (await rig.record(ids[0])).session_id
+        for link in (to_worker, to_scheduler):
+            link.hold()
+            if is_cut:
+                link.cut()
+        await asyncio.sleep(0.1)  # the blip
+        for link in (to_worker, to_scheduler):
+            link.release()
+        for prompt, generation_id in zip(prompts, ids, strict=True):
+            record, output = await wait_final(rig, generation_id)
+            assert (record.state, record.attempt, record.charged_attempts) == (State.SUCCEEDED, 1, 0)
+            assert output == oracle(prompt, 40)
+            (attempt,) = await rig.stores.store.attempts_of(generation_id)
+            assert attempt.session_id == session_id
 
 
 async def test_a_draining_worker_hands_back_what_another_then_finishes(rig, model_directory):
