@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from scheduler.attempt_table import Overdue
 from scheduler.recovery import Recovery
@@ -12,7 +13,7 @@ from service_kit.errors import AbortedError
 from service_kit.ids import SessionId
 from service_kit.logging import get_logger
 from state_store.model import AttemptOutcome, GenerationRecord, NewSession
-from state_store.ports import AttemptRef, OpenKind, SessionStore
+from state_store.ports import AttemptRef, OpenKind, Renewal, SessionStore
 
 _log = get_logger()
 
@@ -66,7 +67,11 @@ class SessionRegistry:
         return opened.owner_epoch
 
     async def _run(self, session: WorkerSession) -> None:
-        exit_ = await session.run()
+        replacing = asyncio.create_task(self._lose_older(session))
+        try:
+            exit_ = await session.run()
+        finally:
+            replacing.cancel()  # a recovery that this cuts short is the reaper's
         if self._sessions.get(session.session.session_id, (None, None))[0] is session:
             del self._sessions[session.session.session_id]
         session_id, owner_epoch = session.session.session_id, session.owner_epoch
@@ -82,6 +87,21 @@ class SessionRegistry:
             return
         outcome = AttemptOutcome.HANDED_BACK if exit_ is SessionExit.DRAINED else AttemptOutcome.SESSION_LOST
         await until_available(lambda: self._recovery.recover_session(lost, outcome=outcome, untried=session.untried))
+
+    async def _lose_older(self, session: WorkerSession) -> None:
+        """A worker that was killed and started again: its earlier sessions need not wait for the end of their leases.
+
+        That a worker announces itself is no proof: one that is cut off, and whose address belongs to another process by
+        now, announces itself as well. That it answers at its address is.
+        """
+        await session.greeted.wait()
+        for lost in await until_available(
+            lambda: self._store.lose_older(session.session.session_id, session.owner_epoch)
+        ):
+            known = self._sessions.get(lost.session_id)
+            untried = known[0].untried if known is not None else None
+            await self._drop(lost.session_id)
+            await until_available(partial(self._recovery.recover_session, lost, untried=untried))
 
     async def _drop(self, session_id: SessionId) -> None:
         """Hangs up without losing the session: somebody newer owns it."""
@@ -99,19 +119,22 @@ class SessionRegistry:
         return True
 
     async def renew_once(self) -> None:
-        """Extends the leases of sessions whose worker speaks; hangs up on those that are no longer ours. A worker that
-        is silent for a whole lease loses it by the database's clock."""
-        heard = [
-            session
-            for session, _ in self._sessions.values()
-            if self._clock() - session.last_heard_s < self._lease.total_seconds() / 2
-        ]
-        if not heard:
+        """Keeps the sessions whose worker speaks; hangs up on those that are no longer ours. A lease counts from the
+        worker's last word, so that a worker that is silent for a whole lease loses it by the database's clock."""
+        sessions = [session for session, _ in self._sessions.values()]
+        if not sessions:
             return
-        renewed = await self._store.renew_many(
-            [(session.session.session_id, session.owner_epoch) for session in heard], lease=self._lease
-        )
-        for session, is_renewed in zip(heard, renewed, strict=True):
+        now_s = self._clock()
+        renewals = [
+            Renewal(
+                session_id=session.session.session_id,
+                owner_epoch=session.owner_epoch,
+                heard_ago=timedelta(seconds=now_s - session.last_heard_s),
+            )
+            for session in sessions
+        ]
+        renewed = await self._store.renew_many(renewals, lease=self._lease)
+        for session, is_renewed in zip(sessions, renewed, strict=True):
             known = self._sessions.get(session.session.session_id)
             if not is_renewed and known is not None and known[0] is session:
                 _log.warning("session_deposed", session_id=session.session.session_id)

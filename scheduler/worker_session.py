@@ -62,6 +62,8 @@ class WorkerSession:
         self.cached_prefixes = PrefixSet()
         self.last_heard_s = surroundings.clock()
         self.is_ready = False
+        self.greeted = asyncio.Event()
+        """The worker has answered at its address, as this session."""
         self.untried: frozenset[AttemptRef] | None = None
         """What the engine's fatal step ran before it had made a token; None: not known."""
         self._around = surroundings
@@ -121,7 +123,7 @@ class WorkerSession:
     def cancel(self, ref: AttemptRef) -> None:
         """Asks the worker to end an attempt; its last word then ends the generation."""
         known = self.table.want_cancel(ref)
-        if known is not None and known.is_assigned:
+        if known is not None and (known.is_assigned or known.is_seen):  # what it names, another scheduler assigned
             self._send_cancel(ref)
 
     def is_ending(self, ref: AttemptRef) -> bool:
@@ -181,6 +183,8 @@ class WorkerSession:
         self.last_heard_s = self._around.clock()
         match response.WhichOneof("message"):
             case "hello":
+                if response.hello.session_id == self.session.session_id:
+                    self.greeted.set()
                 held = decode_held(response.hello.held)
                 self._take_load(response.hello.load, held)
                 self.cached_prefixes.reset(response.hello.cached_prefixes)

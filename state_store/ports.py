@@ -238,6 +238,15 @@ class LostSession:
     """As RequeueKind.TO_END."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewal:
+    """Wish to keep a session. Its lease counts from when its worker was last heard: `heard_ago` before now."""
+
+    session_id: SessionId
+    owner_epoch: int
+    heard_ago: timedelta = timedelta(0)
+
+
 class SessionStore(Protocol):
     """The truth about worker sessions. Takeover and loss update the session row first, then read or requeue its
     attempts in the same transaction; a grant holds FOR SHARE on that row. So none slips in between."""
@@ -249,9 +258,10 @@ class SessionStore(Protocol):
         scheduler raises the epoch as well."""
 
     async def renew_many(
-        self, items: Sequence[tuple[SessionId, int]], *, lease: timedelta, now: datetime | None = None
+        self, items: Sequence[Renewal], *, lease: timedelta, now: datetime | None = None
     ) -> list[bool]:
-        """Extends leases of LIVE sessions under the stated epoch; False where it is no longer the owner's."""
+        """Extends leases of LIVE sessions under the stated epoch, and never shortens one; False where the session is no
+        longer the owner's."""
 
     async def lose_session(
         self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
@@ -260,6 +270,13 @@ class SessionStore(Protocol):
 
     async def lose_expired(self, *, limit: int, now: datetime | None = None) -> list[LostSession]:
         """LIVE → LOST for sessions whose lease is over by the database's clock."""
+
+    async def lose_older(
+        self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
+    ) -> list[LostSession]:
+        """LIVE → LOST for sessions of the same worker_id at the same address with lower ids, where the session is LIVE
+        under the stated epoch. The caller has heard the session's worker at that address: the incarnations before it do
+        not listen there any more."""
 
     async def end_session(self, session_id: SessionId, owner_epoch: int) -> bool:
         """LIVE → ENDED where it has no RUNNING attempts."""

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from service_kit.ids import SessionId
 from state_store.memory.data import MemoryPart
 from state_store.model import GenerationRecord, NewSession, SessionRecord, SessionState, State
-from state_store.ports import LostSession, OpenedSession, OpenKind
+from state_store.ports import LostSession, OpenedSession, OpenKind, Renewal
 
 
 class MemorySessions(MemoryPart):
@@ -35,15 +35,16 @@ class MemorySessions(MemoryPart):
         return OpenedSession(kind=OpenKind.OPENED, owner_epoch=opened.owner_epoch, running=running)
 
     async def renew_many(
-        self, items: Sequence[tuple[SessionId, int]], *, lease: timedelta, now: datetime | None = None
+        self, items: Sequence[Renewal], *, lease: timedelta, now: datetime | None = None
     ) -> list[bool]:
-        return [self._renew(session_id, epoch, self._at(now) + lease) for session_id, epoch in items]
+        return [self._renew(item, self._at(now) - item.heard_ago + lease) for item in items]
 
-    def _renew(self, session_id: SessionId, owner_epoch: int, expires_at: datetime) -> bool:
-        session = self._owned(session_id, owner_epoch)
+    def _renew(self, item: Renewal, expires_at: datetime) -> bool:
+        session = self._owned(item.session_id, item.owner_epoch)
         if session is None:
             return False
-        self._data.sessions[session_id] = replace(session, lease_expires_at=expires_at)
+        expires_at = max(session.lease_expires_at, expires_at)
+        self._data.sessions[item.session_id] = replace(session, lease_expires_at=expires_at)
         return True
 
     async def lose_session(
@@ -60,6 +61,21 @@ class MemorySessions(MemoryPart):
             if session.state is SessionState.LIVE and session.lease_expires_at < at
         ]
         return [self._lose(session, at) for session in over[:limit]]
+
+    async def lose_older(
+        self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
+    ) -> list[LostSession]:
+        own = self._owned(session_id, owner_epoch)
+        if own is None:
+            return []
+        older = [
+            session
+            for _, session in sorted(self._data.sessions.items())
+            if session.state is SessionState.LIVE
+            and (session.worker_id, session.address) == (own.worker_id, own.address)
+            and session.session_id < session_id
+        ]
+        return [self._lose(session, self._at(now)) for session in older]
 
     def _lose(self, session: SessionRecord, now: datetime) -> LostSession:
         self._data.sessions[session.session_id] = replace(session, state=SessionState.LOST)

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from service_kit.ids import GenerationId, SessionId
 from state_store.decisions import is_grantable
 from state_store.model import GenerationRecord, NewSession, SessionRecord
-from state_store.ports import LostSession, OpenedSession, OpenKind
+from state_store.ports import LostSession, OpenedSession, OpenKind, Renewal
 from state_store.postgres import rows, statements
 from state_store.postgres.attempts import get_records, requeue
 from state_store.postgres.pool import PostgresPart, Transaction
@@ -30,12 +30,14 @@ RETURNING owner_epoch
 _EPOCH_OF = "SELECT owner_epoch FROM worker_sessions WHERE session_id = %(session_id)s"
 _RENEW = """
 WITH held AS MATERIALIZED (
-    SELECT s.session_id FROM worker_sessions s
-    JOIN unnest(%(session_ids)s::text[], %(owner_epochs)s::bigint[]) AS i (session_id, owner_epoch)
+    SELECT s.session_id, i.heard_ago FROM worker_sessions s
+    JOIN unnest(%(session_ids)s::text[], %(owner_epochs)s::bigint[], %(heard_ago)s::interval[])
+            AS i (session_id, owner_epoch, heard_ago)
         ON s.session_id = i.session_id AND s.owner_epoch = i.owner_epoch
     WHERE s.state = 'LIVE' ORDER BY s.session_id FOR NO KEY UPDATE OF s
 )
-UPDATE worker_sessions s SET lease_expires_at = coalesce(%(now)s::timestamptz, now()) + %(lease)s::interval
+UPDATE worker_sessions s SET lease_expires_at =
+    greatest(s.lease_expires_at, coalesce(%(now)s::timestamptz, now()) - held.heard_ago + %(lease)s::interval)
 FROM held WHERE s.session_id = held.session_id
 RETURNING s.session_id, s.owner_epoch
 """
@@ -50,6 +52,17 @@ WITH over AS MATERIALIZED (
     ORDER BY session_id LIMIT %(limit)s FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE worker_sessions s SET state = 'LOST' FROM over WHERE s.session_id = over.session_id RETURNING s.session_id
+"""
+_LOSE_OLDER = """
+WITH older AS MATERIALIZED (
+    SELECT old.session_id FROM worker_sessions own
+    JOIN worker_sessions old
+        ON old.worker_id = own.worker_id AND old.address = own.address AND old.session_id < own.session_id
+    WHERE own.session_id = %(session_id)s AND own.owner_epoch = %(owner_epoch)s AND own.state = 'LIVE'
+        AND old.state = 'LIVE'
+    ORDER BY old.session_id FOR NO KEY UPDATE OF old
+)
+UPDATE worker_sessions s SET state = 'LOST' FROM older WHERE s.session_id = older.session_id RETURNING s.session_id
 """
 _HOLD = """
 SELECT session_id FROM worker_sessions
@@ -86,18 +99,18 @@ class PostgresSessions(PostgresPart):
         return await self._database.transact(work)
 
     async def renew_many(
-        self, items: Sequence[tuple[SessionId, int]], *, lease: timedelta, now: datetime | None = None
+        self, items: Sequence[Renewal], *, lease: timedelta, now: datetime | None = None
     ) -> list[bool]:
-        distinct = sorted(set(items))
         parameters = {
-            "session_ids": [session_id for session_id, _ in distinct],
-            "owner_epochs": [owner_epoch for _, owner_epoch in distinct],
+            "session_ids": [item.session_id for item in items],
+            "owner_epochs": [item.owner_epoch for item in items],
+            "heard_ago": [item.heard_ago for item in items],
             "lease": lease,
             "now": now,
         }
         found = await self._database.fetch(_RENEW, parameters) if items else []
         renewed = {(row["session_id"], row["owner_epoch"]) for row in found}
-        return [item in renewed for item in items]
+        return [(item.session_id, item.owner_epoch) in renewed for item in items]
 
     async def lose_session(
         self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
@@ -112,6 +125,16 @@ class PostgresSessions(PostgresPart):
     async def lose_expired(self, *, limit: int, now: datetime | None = None) -> list[LostSession]:
         async def work(transaction: Transaction) -> list[LostSession]:
             found = await transaction.fetch(_LOSE_EXPIRED, {"limit": limit, "now": now})
+            return await _give_up_attempts(transaction, [row["session_id"] for row in found], now)
+
+        return await self._database.transact(work)
+
+    async def lose_older(
+        self, session_id: SessionId, owner_epoch: int, *, now: datetime | None = None
+    ) -> list[LostSession]:
+        async def work(transaction: Transaction) -> list[LostSession]:
+            own = {"session_id": session_id, "owner_epoch": owner_epoch}
+            found = await transaction.fetch(_LOSE_OLDER, own)
             return await _give_up_attempts(transaction, [row["session_id"] for row in found], now)
 
         return await self._database.transact(work)

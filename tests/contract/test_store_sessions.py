@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from service_kit.ids import SchedulerId, SessionId
 from state_store.model import CancelCause, SessionState, State
-from state_store.ports import GrantKind, OpenKind
+from state_store.ports import GrantKind, OpenKind, Renewal
 from tests.support.generations import (
     LEASE,
     NOW,
@@ -63,9 +63,77 @@ async def test_only_the_owner_renews_the_lease(store: Store) -> None:
     lost, other = await opened(store), await opened(store)
     await store.lose_session(lost, 1)
     items = [(session.session_id, 1), (session.session_id, 2), (lost, 1), (SessionId("unknown"), 1), (other, 1)]
-    assert await store.renew_many(items, lease=LEASE, now=OVER) == [False, True, False, False, True]
+    renewals = [Renewal(session_id=session_id, owner_epoch=owner_epoch) for session_id, owner_epoch in items]
+    assert await store.renew_many(renewals, lease=LEASE, now=OVER) == [False, True, False, False, True]
     leases = {record.session_id: record.lease_expires_at for record in await store.list_sessions()}
     assert leases == {session.session_id: OVER + LEASE, other: OVER + LEASE}
+
+
+async def test_a_lease_counts_from_the_workers_last_word_and_is_never_shortened(store: Store) -> None:
+    session_id = await opened(store)
+    await store.renew_many([Renewal(session_id=session_id, owner_epoch=1)], lease=LEASE, now=NOW)
+    [before] = await store.list_sessions()
+    ago = timedelta(seconds=2)
+    renewal = Renewal(session_id=session_id, owner_epoch=1, heard_ago=ago)
+    long_ago = Renewal(session_id=session_id, owner_epoch=1, heard_ago=3 * LEASE)
+    later = before.lease_expires_at
+    assert await store.renew_many([renewal], lease=LEASE, now=later) == [True]
+    assert await store.renew_many([long_ago], lease=LEASE, now=later) == [True]
+    [after] = await store.list_sessions()
+    assert after.lease_expires_at == later - ago + LEASE
+
+
+async def test_a_worker_heard_again_at_its_address_replaces_its_older_sessions(store: Store) -> None:
+    older, silent, newer = new_session(), new_session(), new_session()
+    for session in (older, silent, newer):
+        await store.open_session(session, lease=LEASE, now=NOW)
+    records = [await granted(store, await submitted(store), older.session_id) for _ in range(2)]
+    own = await granted(store, await submitted(store), newer.session_id)
+    await store.request_cancel_many([(records[1].generation_id, CancelCause.CLIENT)])
+    first, second = await store.lose_older(newer.session_id, 1, now=NOW)
+    assert (first.session_id, second.session_id) == (older.session_id, silent.session_id)
+    assert first.requeued == (replace(records[0], state=State.QUEUED, session_id=None),)
+    assert first.to_end == (replace(records[1], cancel_cause=CancelCause.CLIENT),)
+    assert (second.requeued, second.to_end) == ((), ())
+    assert await store.running_of([newer.session_id]) == [own]
+    assert [session.session_id for session in await store.list_sessions()] == [newer.session_id]
+    assert await store.lose_older(newer.session_id, 1, now=NOW) == []
+
+
+async def test_a_second_worker_with_the_same_id_at_another_address_replaces_nobody(store: Store) -> None:
+    # The first one may only be paused; it still has its address.
+    await store.open_session(new_session(address="127.0.0.1:1"), lease=LEASE)
+    twin = new_session(address="127.0.0.1:2")
+    await store.open_session(twin, lease=LEASE)
+    assert await store.lose_older(twin.session_id, 1) == []
+    assert len(await store.list_sessions()) == 2
+
+
+async def test_another_worker_at_the_same_address_replaces_nobody(store: Store) -> None:
+    # One proxy may stand for many workers.
+    await store.open_session(new_session(worker_id="worker-1"), lease=LEASE)
+    other = new_session(worker_id="worker-2")
+    await store.open_session(other, lease=LEASE)
+    assert await store.lose_older(other.session_id, 1) == []
+    assert len(await store.list_sessions()) == 2
+
+
+async def test_an_older_session_that_is_opened_late_does_not_replace_the_newer_one(store: Store) -> None:
+    older, newer = new_session(), new_session()
+    await store.open_session(newer, lease=LEASE)
+    await store.open_session(older, lease=LEASE)
+    assert await store.lose_older(older.session_id, 1) == []
+    assert len(await store.list_sessions()) == 2
+
+
+async def test_only_the_owner_of_a_live_session_replaces_older_ones(store: Store) -> None:
+    older, newer = new_session(), new_session()
+    for session in (older, newer, newer):
+        await store.open_session(session, lease=LEASE)
+    assert await store.lose_older(newer.session_id, 1) == []
+    await store.lose_session(newer.session_id, 2)
+    assert await store.lose_older(newer.session_id, 2) == []
+    assert [session.session_id for session in await store.list_sessions()] == [older.session_id]
 
 
 async def test_a_lost_session_requeues_its_attempts_and_leaves_those_to_be_ended(store: Store) -> None:
@@ -105,7 +173,7 @@ async def test_only_sessions_whose_lease_is_over_expire(store: Store) -> None:
     await store.open_session(silent, lease=LEASE, now=NOW)
     renewed = await opened(store)
     record = await granted(store, await submitted(store), silent.session_id)
-    await store.renew_many([(renewed, 1)], lease=LEASE, now=NOW + LEASE)
+    await store.renew_many([Renewal(session_id=renewed, owner_epoch=1)], lease=LEASE, now=NOW + LEASE)
     assert await store.lose_expired(limit=5, now=NOW + LEASE) == []
     [lost] = await store.lose_expired(limit=5, now=OVER)
     assert lost.session_id == silent.session_id

@@ -33,7 +33,7 @@ from state_store.model import (
     SessionState,
     State,
 )
-from state_store.ports import AttemptEnd, AttemptRef, ChunkWrite, GrantRequest, OpenKind
+from state_store.ports import AttemptEnd, AttemptRef, ChunkWrite, GrantRequest, OpenKind, Renewal
 from state_store.postgres.store import PostgresStore
 from state_store.transitions import TRANSITIONS
 from tests.support.generations import LEASE, MODEL_KEY, NOW, Store, new_generation, new_session
@@ -124,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sessions_in(SessionState.LIVE)) < MAX_LIVE_SESSIONS)
     @rule()
     def announce(self) -> None:
-        self.sessions.append(new_session(worker_id=f"worker-{len(self.sessions)}"))
+        self.sessions.append(new_session(worker_id=f"worker-{len(self.sessions) % 3}"))
         self.open_session(self.sessions[-1])
 
     @precondition(lambda self: self.sessions)
@@ -225,16 +225,25 @@ class StoreMachine(RuleBasedStateMachine):
         self.both(lambda store: store.request_cancel_many(items))
 
     @precondition(lambda self: self.sessions)
-    @rule(index=st.integers(0, 9), epoch=mostly_zero, how=st.sampled_from(["lose", "end", "renew", "renew", "renew"]))
-    def decide_about_session(self, index: int, epoch: int, how: str) -> None:
+    @rule(
+        index=st.integers(0, 9),
+        epoch=mostly_zero,
+        how=st.sampled_from(["lose", "lose_older", "end", "renew", "renew", "renew"]),
+        heard_ago=st.sampled_from([0, 1, 4]),
+    )
+    def decide_about_session(self, index: int, epoch: int, how: str, heard_ago: int) -> None:
         session_id = self.session(index).session_id
         owner_epoch = self.epochs[session_id] + epoch
         if how == "lose":
             self.both(lambda store: store.lose_session(session_id, owner_epoch, now=self.now))
+        elif how == "lose_older":
+            self.both(lambda store: store.lose_older(session_id, owner_epoch, now=self.now))
         elif how == "end":
             self.both(lambda store: store.end_session(session_id, owner_epoch))
         else:
-            self.both(lambda store: store.renew_many([(session_id, owner_epoch)], lease=LEASE, now=self.now))
+            ago = timedelta(seconds=heard_ago)
+            renewal = Renewal(session_id=session_id, owner_epoch=owner_epoch, heard_ago=ago)
+            self.both(lambda store: store.renew_many([renewal], lease=LEASE, now=self.now))
 
     @rule(seconds=st.sampled_from([1, 1, 1, 3, 6, 90_000]), limit=st.integers(1, 3))
     def let_time_pass(self, seconds: int, limit: int) -> None:

@@ -26,7 +26,7 @@ LOAD = worker_pb2.LoadReport(num_free_blocks=1000, num_blocks=1000, block_size=1
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Answers every Open with a hello; everything else is sent by the test."""
+    """Answers every Open of its session with a hello; everything else is sent by the test."""
 
     def __init__(self, session_id: SessionId | None = None) -> None:
         self.session_id = session_id or new_session_id()
@@ -36,14 +36,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.cached_prefixes: list[int] = []
         """As hello says them."""
         self.address = ""
+        self.num_refused = 0
+        """Streams for other sessions than its own."""
         self._outgoing: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
         self._num_batches = 0
 
-    async def start(self) -> None:
+    async def start(self, address: str = "127.0.0.1:0") -> None:
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(address)
         await self._server.start()
         self.address = f"127.0.0.1:{port}"
 
@@ -67,11 +69,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Session(  # noqa: N802 - named by the proto
         self, request_iterator: Any, context: Any
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        opening = await anext(request_iterator)
+        if opening.open.session_id != self.session_id:
+            self.num_refused += 1
+            await context.abort(grpc.StatusCode.ABORTED, f"this worker's session is {self.session_id}")
         self._outgoing = asyncio.Queue()
         self._num_batches = 0
+        self.received.append(opening)
         reader = asyncio.create_task(self._read(request_iterator))
         try:
-            await eventually(lambda: bool(self.received_of("open")))
             yield worker_pb2.SessionResponse(
                 hello=worker_pb2.Hello(
                     session_id=self.session_id,

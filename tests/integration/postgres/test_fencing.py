@@ -78,6 +78,21 @@ async def test_a_loss_waits_for_a_grant_in_progress_and_requeues_it(
     assert [(row.generation_id, row.state) for row in lost.requeued] == [(record.generation_id, State.QUEUED)]
 
 
+async def test_a_replacement_waits_for_a_grant_in_progress_on_the_older_session_and_requeues_it(
+    emptied_postgres_store: PostgresStore, store_admin: str, session_id: SessionId
+) -> None:
+    record = await submitted(emptied_postgres_store)
+    newer = new_session()
+    await emptied_postgres_store.open_session(newer, lease=LEASE)
+    async with await psycopg.AsyncConnection.connect(store_admin) as granting:
+        await hold_grant(granting, session_id, record.generation_id)
+        task = await until_blocked(store_admin, emptied_postgres_store.lose_older(newer.session_id, 1))
+        await granting.commit()
+    [lost] = await task
+    assert lost.session_id == session_id
+    assert [(row.generation_id, row.state) for row in lost.requeued] == [(record.generation_id, State.QUEUED)]
+
+
 async def test_an_end_of_the_session_waits_for_a_grant_in_progress_and_is_then_refused(
     emptied_postgres_store: PostgresStore, store_admin: str, session_id: SessionId
 ) -> None:

@@ -14,7 +14,7 @@ from psycopg import errors
 from service_kit.ids import GenerationId
 from state_store.errors import StoreUnavailableError
 from state_store.model import AttemptOutcome, CancelCause, State
-from state_store.ports import AttemptEnd, AttemptRef
+from state_store.ports import AttemptEnd, AttemptRef, Renewal
 from state_store.postgres import pool, statements
 from state_store.postgres.attempts import lock_generations
 from state_store.postgres.pool import PoolSettings, Transaction
@@ -121,9 +121,12 @@ async def test_batches_in_any_order_do_not_deadlock(store_dsn: str, monkeypatch:
             store.requeue_many(shuffled(refs)),
             store.record_attempt_ends(shuffled(ends)),
             store.request_cancel_many([(generation_id, CancelCause.CLIENT) for generation_id in shuffled(ids)]),
-            store.renew_many([(session_id, 1) for session_id in shuffled(sessions)], lease=LEASE),
+            store.renew_many(
+                [Renewal(session_id=session_id, owner_epoch=1) for session_id in shuffled(sessions)], lease=LEASE
+            ),
             store.open_session(new_session(session_id=sessions[turn % 4]), lease=LEASE),
             store.lose_session(sessions[turn % 4], 1 + turn // 4),
+            store.lose_older(sessions[turn % 4], 1 + turn // 4),
             store.lose_expired(limit=2),
         ]
         await asyncio.gather(*shuffled(calls))
