@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core chaos chaos-mutation clean
+.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-recovery chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -46,6 +46,10 @@ ENGINE ?= sim
 bench-core: $(READY) ## how the engine's core behaves on the small real model, each figure with its limit
 	$(BIN)/sluice models pull smollm2-135m-instruct
 	$(BIN)/python -m bench.engine_core
+
+bench-recovery: TRIALS = 30
+bench-recovery: $(READY) ## how long streams pause when a process dies or hangs, each figure with its limit: TRIALS=30
+	$(BIN)/python -m bench.recovery --trials $(TRIALS) --seed $(SEED)
 
 chaos: $(READY) ## random faults, exact checks: TRIALS=200 SEED=1 ENGINE=sim|real, or TRIAL=n to replay one
 	$(BIN)/python -m tests.chaos --trials $(TRIALS) --seed $(SEED) --engine $(ENGINE) $(if $(TRIAL),--trial $(TRIAL))
