@@ -8,6 +8,8 @@ from gpu_worker.engine.kv_memory import KvMemory
 from gpu_worker.engine.sequence import Sequence, StepPlan
 from service_kit.prefix_hash import extend_block_hashes
 
+_HASH_STRIDE = 16
+
 
 class SequenceBlocks:
     """Writes the block fields of sequences; keeps memory and in-flight table in step with them."""
@@ -18,22 +20,30 @@ class SequenceBlocks:
         self.memory = KvMemory(pool=pool, num_host_blocks=num_host_blocks)
 
     def find(self, sequence: Sequence) -> list[int | None]:
-        """Where the first blocks of a waiting sequence are; see `KvMemory.find`."""
-        self._hash(sequence, sequence.num_tokens // self._pool.block_size)
-        return self.memory.find(sequence.block_hashes)
+        """Where the first blocks of a waiting sequence are; see `KvMemory.find`. Hashes little more than is found."""
+        found = self.memory.find(sequence.block_hashes)
+        while len(found) == len(sequence.block_hashes) and self._hash_more(sequence):
+            found += self.memory.find(sequence.block_hashes[len(found) :])
+        return found
 
     def num_found_tokens(self, sequence: Sequence, found: list[int | None]) -> int:
         """Tokens that need not be computed; the last one always is, because its row is sampled."""
         return min(len(found) * self._pool.block_size, sequence.num_tokens - 1)
 
     def starts_to_wait(self, sequence: Sequence, found: list[int | None]) -> bool:
-        """Whether the block behind those found is on its way, computed by the same or a higher class."""
-        if len(found) == len(sequence.block_hashes):
-            return False
-        next_hash = sequence.block_hashes[len(found)]
-        is_coming = self._in_flight.is_coming(next_hash, sequence.priority)
-        sequence.awaited_hash = next_hash if is_coming else None
-        return is_coming
+        """Whether the block behind those found is on its way, computed by the same or a higher class.
+
+        It waits for the last block in a row that is, so that a herd behind one prefix is looked up once, not per block.
+        """
+        sequence.awaited_hash = None
+        index = len(found)
+        while index < len(sequence.block_hashes) or self._hash_more(sequence):
+            block_hash = sequence.block_hashes[index]
+            if not self._in_flight.is_coming(block_hash, sequence.priority):
+                break
+            sequence.awaited_hash = block_hash
+            index += 1
+        return sequence.awaited_hash is not None
 
     def still_waits(self, sequence: Sequence) -> bool:
         """Whether the block that it waits for, if any, is still on its way."""
@@ -47,6 +57,7 @@ class SequenceBlocks:
 
     def attach(self, sequence: Sequence, found: list[int | None], *, is_last_private: bool) -> None:
         """Gives a sequence the blocks found of it; it starts to compute the rest."""
+        self._hash(sequence, sequence.num_tokens // self._pool.block_size)
         sequence.block_table = self.memory.acquire(sequence.block_hashes, found, is_last_private=is_last_private)
         sequence.num_computed_tokens = self.num_found_tokens(sequence, found)
         sequence.num_published_blocks = len(found) - is_last_private
@@ -100,6 +111,12 @@ class SequenceBlocks:
                 for block in planned.block_table[planned.start // self._pool.block_size :]:
                     assert self._pool.num_references(block) == 1, f"the plan writes shared block {block}"
                     assert not self.memory.is_named(block), f"the plan writes cached block {block}"
+
+    def _hash_more(self, sequence: Sequence) -> bool:
+        """Hashes some more of the known full blocks; False when all are."""
+        num_known = len(sequence.block_hashes)
+        self._hash(sequence, min(num_known + _HASH_STRIDE, sequence.num_tokens // self._pool.block_size))
+        return len(sequence.block_hashes) > num_known
 
     def _hash(self, sequence: Sequence, num_blocks: int) -> None:
         """Hashes the first blocks of a sequence that were not hashed yet."""

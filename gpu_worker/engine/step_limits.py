@@ -9,7 +9,7 @@ class StepLimits:
 
     max_running: sequences that hold blocks. token_budget: tokens computed per step, at least max_running so that a full
     batch decodes in one step. A prefill of more than long_prefill_tokens is long: at most max_long_prefills are taken in
-    at a time, and each gets more than long_prefill_tokens of a step only when nobody else wants the rest.
+    at a time (those of lower classes do not count), and each gets more than long_prefill_tokens of a step only when nobody else wants the rest.
 
     target_step_s: prefill and admission are bounded so that a step is predicted to take no longer; None for no target.
     A step with a prefill computes at least min_prefill_tokens of it, whatever the target.

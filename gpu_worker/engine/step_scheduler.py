@@ -28,8 +28,9 @@ from gpu_worker.engine.waiting import WaitingSequences
 __all__ = ["NeverFitsError", "StepLimits", "StepScheduler"]
 
 _by_order = attrgetter("order")
-# Waiting sequences that a step looks past because too many long prefills run: bounds its work.
-_MAX_PASSED = 32
+# Waiting sequences that a step looks up and passes, because others compute their blocks or too many long prefills run:
+# bounds its work. Those behind them have their turn when these wait for blocks, which needs no more looking up.
+_MAX_PASSED = 64
 
 
 class NeverFitsError(Exception):
@@ -227,15 +228,20 @@ class StepScheduler:
         """Makes a waiting sequence running unless it has to wait for a block, its turn, time or memory."""
         if self._blocks.still_waits(sequence):
             return False
+        if draft.num_passed == _MAX_PASSED:
+            draft.is_admission_closed = True
+            return False
         found = self._blocks.find(sequence)
         if self._blocks.starts_to_wait(sequence, found):
+            draft.num_passed += 1
             return False
         num_found = self._blocks.num_found_tokens(sequence, found)
         if self._limits.is_long(sequence.num_tokens - num_found):
-            num_long = sum(self._limits.is_long(other.num_uncomputed_tokens) for other in self._running)
+            # Lower classes do not count: they get what the others leave of a step, and would keep their places for long.
+            rivals = (other for other in self._running if other.priority <= sequence.priority)
+            num_long = sum(self._limits.is_long(other.num_uncomputed_tokens) for other in rivals)
             if num_long >= self._limits.max_long_prefills:
                 draft.num_passed += 1
-                draft.is_admission_closed = draft.num_passed >= _MAX_PASSED
                 return False
         admission = None
         if draft.room_for_prefill(num_found, 1) > 0:

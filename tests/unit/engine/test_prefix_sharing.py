@@ -1,5 +1,6 @@
 import pytest
 
+from gpu_worker.engine.sequence_blocks import SequenceBlocks
 from tests.support.step_runs import (
     BATCH,
     INTERACTIVE,
@@ -180,6 +181,30 @@ def test_a_sequence_waits_for_blocks_that_are_being_computed_and_others_pass():
     scheduler.add(make_sequence("other", [9]))
     assert run_step(scheduler) == {"owner": 12}
     assert run_step(scheduler) == {"owner": 1, "waiter": 1, "other": 1}
+
+
+def test_a_herd_behind_one_prefix_is_looked_up_in_parts_and_once(monkeypatch):
+    lookups = []
+    find = SequenceBlocks.find
+
+    def count(blocks, sequence):
+        lookups.append(sequence.sequence_id)
+        return find(blocks, sequence)
+
+    monkeypatch.setattr(SequenceBlocks, "find", count)
+    scheduler = make_scheduler(num_blocks=2000, block_size=4, max_running=4, token_budget=32, long_prefill_tokens=16)
+    prefix = [7] * 200
+    scheduler.add(make_sequence("owner", prefix, output=1))
+    for number in range(200):
+        scheduler.add(make_sequence(f"herd {number}", [*prefix, number], output=1))
+    scheduler.add(make_sequence("other", range(9), output=9))
+    num_looked_up = []
+    for _ in range(5):
+        lookups.clear()
+        run_step(scheduler)
+        num_looked_up.append(len(lookups))
+    assert num_looked_up == [65, 64, 64, 9, 0], "the owner; the herd, which then waits; at last the one behind it"
+    assert scheduler.num_running == 2
 
 
 def test_others_pass_a_waiting_sequence_in_the_same_step():

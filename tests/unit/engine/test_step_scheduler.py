@@ -114,13 +114,24 @@ def test_a_second_long_prefill_waits_and_short_ones_pass_it():
 
 def test_a_step_looks_past_a_bounded_number_of_long_prefills():
     scheduler = make_scheduler(num_blocks=1000, token_budget=64, max_long_prefills=1, long_prefill_tokens=32)
-    for number in range(34):
+    for number in range(66):
         scheduler.add(make_sequence(f"long {number}", prompt=100))
     scheduler.add(make_sequence("short", prompt=10))
     assert run_step(scheduler).keys() == {"long 0"}
     scheduler.remove("long 1")
     scheduler.remove("long 2")
     assert run_step(scheduler).keys() == {"long 0", "short"}
+
+
+def test_long_prefills_of_a_lower_class_do_not_keep_out_those_of_a_higher_one():
+    scheduler = make_scheduler(num_blocks=1000, token_budget=64, max_long_prefills=1, long_prefill_tokens=32)
+    scheduler.add(make_sequence("batch", prompt=900, priority=BATCH))
+    run_step(scheduler)
+    scheduler.add(make_sequence("standard", prompt=150, priority=STANDARD))
+    scheduler.add(make_sequence("standard too", prompt=150, priority=STANDARD))
+    assert run_step(scheduler) == {"standard": 32, "batch": 32}
+    scheduler.add(make_sequence("interactive", prompt=100, priority=INTERACTIVE))
+    assert run_step(scheduler) == {"interactive": 32, "standard": 32}
 
 
 def test_the_latest_arrival_of_the_lowest_class_is_preempted():
