@@ -32,6 +32,7 @@ from gpu_worker.engine.port import Capabilities, SequenceSpec
 from gpu_worker.engine.progress import ProgressPage
 
 _WATCH_INTERVAL_S = 0.5
+_LONGEST_LOOK_S = 2 * _WATCH_INTERVAL_S
 
 
 class EngineLostError(Exception):
@@ -63,22 +64,30 @@ class HangLimits:
 
 
 class HangDetector:
-    """Judges looks at the progress page. Pure: the caller brings the time (seconds, monotonic)."""
+    """Judges looks at the progress page. Pure: the caller brings the time (seconds, monotonic).
+
+    Only time in which somebody looked counts: when both processes were frozen together (a paused container, a throttled
+    control group), the engine had no chance to move.
+    """
 
     def __init__(self, limits: HangLimits, *, now: float) -> None:
         self._limits = limits
         self._turns = -1
-        self._moved_at = now
+        self._looked_at = now
+        self._still_s = 0.0
         self.is_late = False
         """Half the time to being hung has passed without progress: reason enough not to be called ready."""
 
     def observe(self, *, turns: int, step_s: float, now: float) -> bool:
         """Takes one look; True when the engine is hung."""
-        if turns != self._turns:
-            self._turns, self._moved_at = turns, now
+        if turns == self._turns:
+            self._still_s += min(now - self._looked_at, _LONGEST_LOOK_S)
+        else:
+            self._turns, self._still_s = turns, 0.0
+        self._looked_at = now
         limit_s = max(self._limits.minimum.total_seconds(), self._limits.steps * step_s)
-        self.is_late = now - self._moved_at > limit_s / 2
-        return now - self._moved_at > limit_s
+        self.is_late = self._still_s > limit_s / 2
+        return self._still_s > limit_s
 
 
 class EngineProcess:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_worker.engine.frames import FatalFrame, encode_frame
-from gpu_worker.engine.port import Engine, NoteUntried
+from gpu_worker.engine.port import Engine
 from gpu_worker.engine.process import EngineLoop
 from gpu_worker.engine.progress import ProgressPage
 from gpu_worker.engine.simulated import load_simulated_engine
@@ -49,7 +49,7 @@ def main() -> int:
     get_logger().info("engine_loads", model_directory=str(arguments.model))
     progress = ProgressPage.open(arguments.progress_fd)
     try:
-        engine = load_engine(arguments.model, json.loads(arguments.settings), note_untried=progress.note_untried)
+        engine = load_engine(arguments.model, json.loads(arguments.settings), progress)
     except Exception as error:
         connection.sendall(encode_frame(FatalFrame(reason=f"{type(error).__name__}: {error}")))
         raise
@@ -57,15 +57,22 @@ def main() -> int:
     return 0
 
 
-def load_engine(directory: Path, settings: dict[str, Any], *, note_untried: NoteUntried) -> Engine:
+def load_engine(directory: Path, settings: dict[str, Any], progress: ProgressPage) -> Engine:
     """The engine for a model directory."""
     if read_manifest(directory).precision == SIMULATED_PRECISION:
-        return load_simulated_engine(directory, settings=SimulatedSettings(**settings), note_untried=note_untried)
+        return load_simulated_engine(
+            directory, settings=SimulatedSettings(**settings), note_untried=progress.note_untried
+        )
     # Only here is torch loaded: the simulated engine starts without it.
     from gpu_worker.engine.loading import load_native_engine  # noqa: PLC0415
     from gpu_worker.engine.settings import EngineSettings  # noqa: PLC0415
 
-    return load_native_engine(directory, settings=EngineSettings(**settings), note_untried=note_untried)
+    return load_native_engine(
+        directory,
+        settings=EngineSettings(**settings),
+        note_untried=progress.note_untried,
+        on_progress=progress.turn,
+    )
 
 
 def _die_with_parent() -> None:

@@ -195,9 +195,13 @@ class NativeEngine:
             live.prefill_started = live.prefill_started or now
         started = self._timer()
         results = self._run(planned)
-        self._scheduler.observe(plan, self._timer() - started)
+        if len(planned) == len(plan.sequences) and not any(
+            isinstance(each, SampleFailure) for each in results.values()
+        ):
+            # Otherwise the time is not that of the plan.
+            self._scheduler.observe(plan, self._timer() - started)
         outputs = [
-            self._fail(self._live[sequence_id], result.reason)
+            self._fail(self._live[sequence_id], result.reason, is_suspect=result.is_suspect)
             for sequence_id, result in results.items()
             if isinstance(result, SampleFailure)
         ]
@@ -244,15 +248,19 @@ class NativeEngine:
             output = live.push(sampled.token_id, sampled.logprob)
         except Exception as error:
             log.exception("output_failed", step=self._step, sequence_id=live.spec.sequence_id)
-            return self._fail(live, f"the output stage failed: {_describe(error)}")
+            return self._fail(live, f"the output stage failed: {_describe(error)}", is_suspect=False)
         if output is not None and output.finish is not None:
             self._scheduler.remove(live.spec.sequence_id)
             self._forget(live)
         return output
 
-    def _fail(self, live: LiveSequence, failure: str) -> SequenceOutput:
+    def _fail(self, live: LiveSequence, failure: str, *, is_suspect: bool = True) -> SequenceOutput:
+        """`is_suspect`: what was computed of it may be wrong."""
         self._num_failed += 1
-        self._scheduler.discard(live.spec.sequence_id)
+        if is_suspect:
+            self._scheduler.discard(live.spec.sequence_id)
+        else:
+            self._scheduler.remove(live.spec.sequence_id)
         self._forget(live)
         return live.fail(failure)
 

@@ -39,9 +39,13 @@ NOT_FINITE = "the model's logits are not finite"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFailure:
-    """Why no token could be drawn for a sequence; its neighbours are not concerned."""
+    """Why no token could be drawn for a sequence; its neighbours are not concerned.
+
+    is_suspect: what was computed of it may be wrong, and nobody should find it in the cache.
+    """
 
     reason: str
+    is_suspect: bool = True
 
 
 class Executor(Protocol):

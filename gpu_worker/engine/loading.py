@@ -37,9 +37,11 @@ def load_native_engine(
     settings: EngineSettings,
     clock: Callable[[], float] = time.time,
     note_untried: NoteUntried = note_nothing,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> NativeEngine:
     """The engine for the model in `directory`, warmed up. Raises ModelFilesError, EngineStartError."""
-    return make_engine(load_parts(directory, settings), settings, clock=clock, note_untried=note_untried)
+    parts = load_parts(directory, settings, on_progress=on_progress)
+    return make_engine(parts, settings, clock=clock, note_untried=note_untried)
 
 
 def make_engine(
@@ -62,7 +64,9 @@ def make_engine(
     )
 
 
-def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
+def load_parts(
+    directory: Path, settings: EngineSettings, *, on_progress: Callable[[], None] = lambda: None
+) -> EngineParts:
     """Loads and warms up. Raises ModelFilesError for the files, EngineStartError for settings and memory."""
     manifest, config = _read_description(directory)
     context_length = min(manifest.context_length, config.max_position_embeddings)
@@ -83,8 +87,8 @@ def load_parts(directory: Path, settings: EngineSettings) -> EngineParts:
         windows=config.windows,
     )
     attention = _allocate_kv_memory(shape, device, dtype)
-    runner = ModelRunner(model=model, attention=attention)
-    _warm_up(runner, min(settings.block_size, settings.token_budget))
+    runner = ModelRunner(model=model, attention=attention, on_progress=on_progress)
+    _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
     capabilities = Capabilities(
         engine="native",
         model=manifest.model,

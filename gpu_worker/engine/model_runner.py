@@ -1,7 +1,7 @@
 """Runs step plans: forward through the model, then one drawn token per sampled sequence."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,9 +15,13 @@ from gpu_worker.models.llama import LlamaModel
 class ModelRunner:
     """Implements `gpu_worker.engine.execution.Executor` over one model and its KV memory on one device."""
 
-    def __init__(self, *, model: LlamaModel, attention: AttentionBackend) -> None:
+    def __init__(
+        self, *, model: LlamaModel, attention: AttentionBackend, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_progress` is called once per layer: a long step of a large model is not a hang."""
         self._model = model
         self._attention = attention
+        self._on_progress = on_progress
         self._sampler = Sampler()
 
     def move(self, moves: BlockMoves) -> None:
@@ -41,9 +45,15 @@ class ModelRunner:
             positions = [
                 position for planned in plan.sequences for position in range(planned.start, planned.context_length)
             ]
-            hidden = self._model.forward(
-                self._to_device(token_ids), self._to_device(positions), self._attention.begin_step(rows)
-            )
+            attend = self._attention.begin_step(rows)
+
+            def attend_and_report(
+                layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+            ) -> torch.Tensor:
+                self._on_progress()
+                return attend(layer, query, key, value)
+
+            hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), attend_and_report)
             last_rows = [
                 packed.first_row + packed.num_rows - 1
                 for planned, packed in zip(plan.sequences, rows, strict=True)

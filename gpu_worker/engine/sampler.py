@@ -81,7 +81,7 @@ class Sampler:
         finally:
             edits.undo()
         return [
-            SampleFailure(reason=failures[row])
+            SampleFailure(reason=failures[row], is_suspect=failures[row] == NOT_FINITE)
             if row in failures
             else Sampled(token_id=tokens[row], logprob=measured[row].of(tokens[row]) if row in measured else None)
             for row in range(len(requests))

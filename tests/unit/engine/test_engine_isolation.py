@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.counting_engine import RAISES, make_engine
+from tests.support.counting_engine import RAISES, UNDRAWABLE, make_engine
 from tests.support.engine_runs import collect, make_spec, run_to_end
 
 FULL_BLOCKS = b"abcdefgh"
@@ -61,6 +61,14 @@ def test_the_cache_of_a_failed_sequence_is_not_used_again():
     first, second = (run_to_end(engine, specs(name, prompt=prompt))[name].finish for name in ("first", "second"))
     assert first.failure == second.failure is not None
     assert (second.cached_prompt_tokens, engine.load_report().num_cached_blocks) == (0, 0)
+
+
+def test_the_cache_of_a_sequence_that_nothing_can_be_drawn_for_is_kept():
+    engine = make_engine()
+    prompt = FULL_BLOCKS * 4 + bytes([UNDRAWABLE])
+    first, second = (run_to_end(engine, specs(name, prompt=prompt))[name].finish for name in ("first", "second"))
+    assert first.failure == second.failure == "nothing is left to draw"
+    assert second.cached_prompt_tokens == 32
 
 
 def test_tenants_share_no_cached_prefix():

@@ -101,3 +101,18 @@ def test_another_precision_runs_and_is_announced(directory):
     engine = load_native_engine(directory, settings=EngineSettings(threads=1, dtype="bfloat16"))
     assert engine.capabilities().precision == "bf16"
     assert run_to_end(engine, [make_spec("s", b"hello", max_output_tokens=5)])["s"].finish.output_tokens == 5
+
+
+def test_a_context_shorter_than_a_block_is_served(tmp_path):
+    make_tiny_llama(tmp_path, context_length=8)
+    engine = load_native_engine(tmp_path, settings=EngineSettings(threads=1, num_blocks=4))
+    assert len(run_to_end(engine, [make_spec("s", [1, 2, 3], max_output_tokens=5)])["s"].token_ids) == 5
+
+
+def test_every_layer_of_a_step_tells_of_progress(directory):
+    turns = []
+    settings = EngineSettings(threads=1, num_blocks=10)
+    engine = load_native_engine(directory, settings=settings, on_progress=lambda: turns.append(1))
+    turns.clear()
+    run_to_end(engine, [make_spec("s", [1, 2, 3], max_output_tokens=5)])
+    assert len(turns) == 5 * 2, "steps times layers"

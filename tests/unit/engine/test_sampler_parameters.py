@@ -202,6 +202,6 @@ def test_a_row_that_leaves_nothing_to_draw_fails_with_its_reason_and_alone(field
     others = [request(sequence_id=name, temperature=0) for name in "ab"]
     broken = request(sequence_id="broken", temperature=temperature, **fields)
     outcomes = Sampler().sample(logits, [others[0], broken, others[1]])
-    assert outcomes[1] == SampleFailure(reason=reason)
+    assert outcomes[1] == SampleFailure(reason=reason, is_suspect=False)
     assert [outcomes[0].token_id, outcomes[2].token_id] == [2, 2]
     assert torch.equal(logits, before)
