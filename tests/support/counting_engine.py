@@ -9,12 +9,12 @@ from gpu_worker.engine.step_scheduler import StepLimits
 from gpu_worker.engine.text import TokenTable
 from tests.support.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE
 
-RAISES, IS_NAN = ord("!"), ord("?")
+RAISES, IS_NAN, UNDRAWABLE = ord("!"), ord("?"), ord("#")
 
 
 class CountingExecutor:
     """After 'a' comes 'b'. A step with RAISES in it raises, as does one of too many tokens; nothing can be drawn behind
-    IS_NAN.
+    IS_NAN and UNDRAWABLE.
     """
 
     def __init__(self, *, max_tokens_at_once):
@@ -35,12 +35,14 @@ class CountingExecutor:
             raise MemoryError(f"{plan.num_tokens} tokens")
         if any(RAISES in planned.token_ids for planned in plan.sequences):
             raise RuntimeError("out of scratch memory")
-        return [
-            SampleFailure(reason=NOT_FINITE)
-            if IS_NAN in planned.token_ids
-            else Sampled(token_id=(planned.token_ids[-1] + 1) % VOCAB_SIZE)
-            for planned in sampled
-        ]
+        return [self._draw(planned.token_ids) for planned in sampled]
+
+    def _draw(self, token_ids):
+        if IS_NAN in token_ids:
+            return SampleFailure(reason=NOT_FINITE)
+        if UNDRAWABLE in token_ids:
+            return SampleFailure(reason="nothing is left to draw", is_suspect=False)
+        return Sampled(token_id=(token_ids[-1] + 1) % VOCAB_SIZE)
 
     def forget(self, sequence_id):
         self.known.discard(sequence_id)
