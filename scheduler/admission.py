@@ -65,6 +65,7 @@ class Admission:
         return result
 
     async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult]:
+        self._crash_points.hit("submit.received")
         results = await self._store.submit_many(generations)
         self._crash_points.hit("submit.committed")
         created = [r.record for r in results if r.kind is SubmitKind.CREATED]

@@ -48,6 +48,17 @@ async def _until_started(stack: RunningStack, prompt_of: Reader) -> datetime:
     return started[0]
 
 
+async def test_a_request_whose_scheduler_dies_before_the_commit_is_one_generation_all_the_same(
+    stack: RunningStack,
+) -> None:
+    async with stack.client() as client:
+        reader, _ = await _crash(stack, "submit.received", "never committed", client)
+        await reader.until_end()
+    assert reader.token_ids == simulated_output("never committed", seed=3, count=NUM_TOKENS)
+    request_id = stack.generation(reader.accepted.generation_id)["request_id"]
+    assert stack.row("SELECT count(*) AS n FROM generations WHERE request_id = %s", request_id) == {"n": 1}
+
+
 async def test_a_row_committed_and_never_queued_is_queued_by_the_reaper_within_3_s(stack: RunningStack) -> None:
     async with stack.client() as client:
         reader, died_at = await _crash(stack, "submit.committed", "never queued", client)

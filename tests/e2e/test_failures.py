@@ -1,6 +1,7 @@
 """Every process may die while a stream runs; the reader sees a pause and nothing else."""
 
 import asyncio
+import signal
 
 import pytest
 
@@ -69,6 +70,17 @@ async def test_a_lost_scheduler_is_survived_by_the_same_attempt(stack: RunningSt
         stack.resume(owner)
         await reader.until_end()
     assert reader.token_ids == reader.top_ids == _expected(prompt)
+    assert stack.generation(reader.accepted.generation_id)["attempt"] == 1
+
+
+async def test_a_scheduler_told_to_stop_hands_its_sessions_over(stack: RunningStack) -> None:
+    async with stack.client() as client:
+        reader = _start(client, "scheduler stops")
+        await reader.until_token(20)
+        owner = stack.owner_of(reader.accepted.generation_id)
+        stack.local.services[owner].send_signal(signal.SIGTERM)
+        await reader.until_end()
+    assert reader.token_ids == reader.top_ids == _expected("scheduler stops")
     assert stack.generation(reader.accepted.generation_id)["attempt"] == 1
 
 

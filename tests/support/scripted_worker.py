@@ -28,7 +28,7 @@ LOAD = worker_pb2.LoadReport(num_free_blocks=1000, num_blocks=1000, block_size=1
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Answers every Open of its session with a hello; everything else is sent by the test."""
 
-    def __init__(self, session_id: SessionId | None = None) -> None:
+    def __init__(self, session_id: SessionId | None = None, *, revision: str = "r1") -> None:
         self.session_id = session_id or new_session_id()
         self.received: list[worker_pb2.SessionRequest] = []
         self.held: list[worker_pb2.HeldAttempt] = []
@@ -36,6 +36,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.cached_prefixes: list[int] = []
         """As hello says them."""
         self.address = ""
+        self.capabilities = worker_pb2.WorkerCapabilities()
+        self.capabilities.CopyFrom(CAPABILITIES)
+        self.capabilities.model_revision = revision
         self.num_refused = 0
         """Streams for other sessions than its own."""
         self._outgoing: asyncio.Queue[worker_pb2.SessionResponse | None] = asyncio.Queue()
@@ -61,7 +64,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                     address=self.address,
                     session_id=self.session_id,
                     worker_id="scripted",
-                    capabilities=CAPABILITIES,
+                    capabilities=self.capabilities,
                 )
             )
             return response
@@ -81,7 +84,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             yield worker_pb2.SessionResponse(
                 hello=worker_pb2.Hello(
                     session_id=self.session_id,
-                    capabilities=CAPABILITIES,
+                    capabilities=self.capabilities,
                     load=self.load,
                     held=self.held,
                     cached_prefixes=self.cached_prefixes,

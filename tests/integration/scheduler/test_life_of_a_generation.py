@@ -169,6 +169,29 @@ async def test_a_cancel_that_comes_before_the_grant_is_known_here_follows_the_as
     assert kinds.index("assign") < kinds.index("cancel")
 
 
+async def test_a_worker_of_another_revision_gets_none_of_the_work(rig: SchedulerRig) -> None:
+    other = ScriptedWorker(revision="r2")
+    await other.start()
+    try:
+        await other.announce(rig.address)
+        await eventually(lambda: bool(rig.parts.registry.ready()))
+        record = await rig.submit()
+        assert not await rig.dispatch()
+        assert (await rig.record(record.generation_id)).state is State.QUEUED
+        same = ScriptedWorker()
+        await same.start()
+        try:
+            await same.announce(rig.address)
+            await eventually(lambda: len(rig.parts.registry.ready()) == 2)
+            assert await rig.dispatch()
+            await same.until(lambda: bool(same.assignments()))
+            assert not other.assignments()
+        finally:
+            await same.stop()
+    finally:
+        await other.stop()
+
+
 async def test_an_end_that_cannot_be_dealt_with_keeps_no_other_from_ending_and_is_tried_again(
     rig: SchedulerRig, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

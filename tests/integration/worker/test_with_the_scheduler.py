@@ -49,7 +49,8 @@ async def dispatching(rig):
         yield
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def generation(model_directory, prompt, *, max_output_tokens=40):
@@ -116,32 +117,41 @@ async def test_a_broken_stream_costs_neither_a_token_nor_an_attempt(rig, model_d
         assert output == oracle("hello", 40)
 
 
-@pytest.mark.parametrize("is_cut", [True, False], ids=["connections reset", "nothing passes"])
-async def test_a_blip_of_100_ms_between_scheduler_and_worker_requeues_nothing(rig, model_directory, is_cut):
+@contextlib.asynccontextmanager
+async def linked(rig, model_directory):
+    """A worker that speaks with the scheduler over links only."""
     started = []
-    to_worker, to_scheduler = Link("worker", lambda: started[0].address), Link("scheduler", lambda: rig.address)
+    links = Link("worker", lambda: started[0].address), Link("scheduler", lambda: rig.address)
     async with contextlib.AsyncExitStack() as stack:
-        for link in (to_worker, to_scheduler):
+        for link in links:
             await link.start()
             stack.push_async_callback(link.stop)
+        to_worker, to_scheduler = (link.address for link in links)
         worker = worker_process(
-            model_directory,
-            [to_scheduler.address],
-            settings={"tokens_per_s": 40},
-            SLUICE_WORKER_ADVERTISE=to_worker.address,
+            model_directory, [to_scheduler], settings={"tokens_per_s": 40}, SLUICE_WORKER_ADVERTISE=to_worker
         )
         started.append(await stack.enter_async_context(worker))
         await stack.enter_async_context(dispatching(rig))
+        yield links
+
+
+def break_links(links, *, is_cut):
+    for link in links:
+        link.hold()
+        if is_cut:
+            link.cut()
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["connections reset", "nothing passes"])
+async def test_a_blip_of_100_ms_between_scheduler_and_worker_requeues_nothing(rig, model_directory, is_cut):
+    async with linked(rig, model_directory) as links:
         prompts = [f"blip {number}" for number in range(5)]
         ids = [await submit(rig, model_directory, prompt) for prompt in prompts]
         await log_reaches(rig, ids[-1], 5)
         session_id = (await rig.record(ids[0])).session_id
-        for link in (to_worker, to_scheduler):
-            link.hold()
-            if is_cut:
-                link.cut()
+        break_links(links, is_cut=is_cut)
         await asyncio.sleep(0.1)  # the blip
-        for link in (to_worker, to_scheduler):
+        for link in links:
             link.release()
         for prompt, generation_id in zip(prompts, ids, strict=True):
             record, output = await wait_final(rig, generation_id)
@@ -149,6 +159,24 @@ async def test_a_blip_of_100_ms_between_scheduler_and_worker_requeues_nothing(ri
             assert output == oracle(prompt, 40)
             (attempt,) = await rig.stores.store.attempts_of(generation_id)
             assert attempt.session_id == session_id
+
+
+async def test_a_worker_that_was_cut_off_and_comes_back_begins_a_new_session(rig, model_directory):
+    async with linked(rig, model_directory) as links:
+        generation_id = await submit(rig, model_directory, "cut off")
+        await log_reaches(rig, generation_id, 5)
+        session_id = (await rig.record(generation_id)).session_id
+        break_links(links, is_cut=True)
+        async with asyncio.timeout(20):
+            while (await rig.record(generation_id)).state is not State.QUEUED:  # noqa: ASYNC110 - a row has no event
+                await asyncio.sleep(0.02)
+        for link in links:
+            link.release()
+        record, output = await wait_final(rig, generation_id)
+        assert (record.state, record.attempt, record.charged_attempts) == (State.SUCCEEDED, 2, 0)
+        assert output == oracle("cut off", 40)
+        first, second = await rig.stores.store.attempts_of(generation_id)
+        assert first.session_id == session_id != second.session_id
 
 
 async def test_a_draining_worker_hands_back_what_another_then_finishes(rig, model_directory):
