@@ -61,7 +61,7 @@ class Dispatcher:
                 while not self.is_draining and await self.run_once():
                     pass
             except UnavailableError as error:
-                _log.warning("dispatch_unavailable", reason=error.reason)
+                _log.warning("dispatch_unavailable", reason=error.reason, error=str(error))
                 pause_s = _UNAVAILABLE_PAUSE_S
             except Exception:  # noqa: BLE001 - one bad round must not end the scheduler
                 _log.exception("dispatch_failed")

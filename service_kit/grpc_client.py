@@ -17,6 +17,8 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A replaced container has the old name and a new address; the default would try the old one for 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     ("grpc.max_send_message_length", MAX_INTERNAL_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_INTERNAL_MESSAGE_BYTES),
     # Channels to one address made at different times stay independent: a restarted peer is seen by each for itself.
