@@ -53,6 +53,7 @@ class OneDnnLinear:
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
             raise OneDnnUnavailableError(f"only fp32 on a CPU is packed, not {weight.dtype} on {weight.device.type}")
         self._multiply = operators.multiply
+        self._num_outputs = weight.shape[0]
         self._bias = None if bias is None else bias.clone()
         try:
             self._packed = operators.reorder(weight, None)
@@ -60,16 +61,19 @@ class OneDnnLinear:
             raise OneDnnUnavailableError(f"packing failed: {error}") from error
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) > LARGEST_SIZE:
-            return torch.cat([self._multiply_padded(piece) for piece in torch.split(rows, LARGEST_SIZE)])
-        return self._multiply_padded(rows)
+        num_rows = len(rows)
+        if num_rows > LARGEST_SIZE:
+            return self._multiply_pieces(rows)
+        size = round_up(num_rows)
+        if size == num_rows:
+            return self._multiply(rows, self._packed, self._bias, "none", [], "")
+        padded = rows.new_empty(size, rows.shape[1])
+        padded[:num_rows] = rows
+        padded[num_rows:] = 0
+        return self._multiply(padded, self._packed, self._bias, "none", [], "")[:num_rows]
 
-    def _multiply_padded(self, rows: torch.Tensor) -> torch.Tensor:
-        num_rows, size = len(rows), round_up(len(rows))
-        if size > num_rows:
-            padded = rows.new_empty(size, rows.shape[1])
-            padded[:num_rows] = rows
-            padded[num_rows:] = 0
-            rows = padded
-        result = self._multiply(rows, self._packed, self._bias, "none", [], "")
-        return result[:num_rows] if size > num_rows else result
+    def _multiply_pieces(self, rows: torch.Tensor) -> torch.Tensor:
+        result = rows.new_empty(len(rows), self._num_outputs)
+        for start in range(0, len(rows), LARGEST_SIZE):
+            result[start : start + LARGEST_SIZE] = self(rows[start : start + LARGEST_SIZE])
+        return result

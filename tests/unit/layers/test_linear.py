@@ -1,5 +1,6 @@
 """The contract of a matrix product, on both implementations, and how one of them is chosen."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from gpu_worker.layers.linear.check import find_fault, find_row_dependence
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.onednn import OneDnnLinear, OneDnnUnavailableError, find_operators
 from gpu_worker.layers.linear.plain import PlainLinear
+from gpu_worker.layers.linear.row_sizes import LARGEST_SIZE, round_up
 
 SHAPES = [(96, 64), (576, 192), (33, 7), (1, 1), (1030, 576)]
 OPERATORS = torch.ops.mkldnn
@@ -92,6 +94,61 @@ def test_rows_of_a_packed_product_do_not_depend_on_their_neighbours(shape, num_t
         assert torch.equal(single, alone[-40:])
     finally:
         torch.set_num_threads(threads_before)
+
+
+SIZES = sorted({round_up(num_rows) for num_rows in range(1, LARGEST_SIZE + 1)})
+
+
+def test_the_sizes_that_rows_are_padded_to_are_few_and_near():
+    assert SIZES[:17] == [*range(1, 17), 18]
+    assert {32, 64, 128, 256, 512} < set(SIZES)
+    assert len(SIZES) == 56
+    for num_rows in range(LARGEST_SIZE + 1):
+        size = round_up(num_rows)
+        assert num_rows <= size <= num_rows * 9 / 8
+        assert round_up(size) == size
+        assert not any(num_rows <= smaller < size for smaller in SIZES)
+
+
+def test_only_numbers_of_rows_that_are_sizes_reach_the_operator():
+    """It keeps memory for each number that it ever saw."""
+    seen = []
+
+    def multiply(rows, *rest):
+        seen.append(rows)
+        return OPERATORS._linear_pointwise(rows, *rest)
+
+    operators = replace(find_operators(OPERATORS), multiply=multiply)
+    weight, bias = make_weight(33, 7)
+    linear = OneDnnLinear(operators, weight, bias)
+    for num_rows in [*range(1, 2 * LARGEST_SIZE + 40), 5 * LARGEST_SIZE + 17]:
+        seen.clear()
+        rows = make_rows(num_rows, 7)
+        assert linear(rows).shape == (num_rows, 33)
+        numbers = [len(part) for part in seen]
+        assert set(numbers) <= set(SIZES)
+        assert len(numbers) == -(-num_rows // LARGEST_SIZE)
+        together = torch.cat(seen)
+        assert torch.equal(together[:num_rows], rows)
+        assert not together[num_rows:].any()
+
+
+BORDERS = [size + step for size in (1, 16, 18, 32, 36, 64, 72, 128, 256, 480, 512, 1024) for step in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize("shape", [(33, 7), (96, 64), (1030, 576)])
+def test_padding_and_cutting_change_no_bits(shape):
+    weight, bias = make_weight(*shape)
+    linear, rows = pack(weight, bias), make_rows(BORDERS[-1] + 1, 2 * shape[1])[:, ::2]
+    assert not rows.is_contiguous()
+    single = torch.cat([linear(row[None]) for row in rows])
+    before = rows.clone()
+    results = [linear(rows[:num_rows]) for num_rows in BORDERS]
+    assert [len(result) for result in results] == BORDERS
+    assert find_row_dependence(single, results) is None
+    assert find_row_dependence(single[3:], [linear(rows[3:])]) is None, "cut at other rows"
+    assert all(result.is_contiguous() for result in results)
+    assert torch.equal(rows, before)
 
 
 def test_a_packed_product_keeps_nothing_of_its_weight():
