@@ -243,3 +243,16 @@ async def test_a_cancel_through_the_other_scheduler_reaches_the_worker_before_an
 async def _follow_both(redis: Redis) -> bool:
     ((_, count),) = await redis.pubsub_numsub(CHANNEL)
     return bool(count == 2)
+
+
+async def test_a_cancel_reaches_an_attempt_that_its_owner_took_over_and_never_assigned(pair: Pair) -> None:
+    record = await pair.first.submit()
+    assert await pair.first.dispatch()
+    await pair.worker.until(lambda: bool(pair.worker.assignments()))
+    pair.worker.say(record.generation_id, 1, delta(Cursor(), 1, 2))
+    await pair.worker.until(lambda: bool(pair.worker.received_of("ack")))
+    pair.worker.hold(record.generation_id, 1, position=2)
+    await pair.worker.announce(pair.second.address)
+    await pair.worker.until(lambda: any(v.resend_from == 3 for v in pair.worker.verdicts()))
+    assert await pair.second.parts.cancellation.cancel(record.tenant_id, record.generation_id) is State.RUNNING
+    await pair.worker.until(lambda: bool(pair.worker.received_of("cancel")))
