@@ -18,6 +18,8 @@ from gpu_worker.layers.linear.row_sizes import LARGEST_SIZE, round_up
 
 _REORDER = "_reorder_linear_weight"
 _MULTIPLY = "_linear_pointwise"
+# A step of one row has a hundred products of some 100 us: what is worked out for each of them adds up.
+_SIZE_BY_NUM_ROWS = tuple(round_up(num_rows) for num_rows in range(LARGEST_SIZE + 1))
 
 
 class OneDnnUnavailableError(Exception):
@@ -61,10 +63,10 @@ class OneDnnLinear:
             raise OneDnnUnavailableError(f"packing failed: {error}") from error
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        num_rows = len(rows)
+        num_rows = rows.shape[0]
         if num_rows > LARGEST_SIZE:
             return self._multiply_pieces(rows)
-        size = round_up(num_rows)
+        size = _SIZE_BY_NUM_ROWS[num_rows]
         if size == num_rows:
             return self._multiply(rows, self._packed, self._bias, "none", [], "")
         padded = rows.new_empty(size, rows.shape[1])
