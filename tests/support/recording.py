@@ -1,23 +1,12 @@
-"""A native engine whose logits can be looked at."""
-
-from pathlib import Path
+"""Lets tests look at what a loaded model computes."""
 
 import torch
 
-from gpu_worker.engine.engine import NativeEngine
-from gpu_worker.engine.loading import EngineParts, load_parts, make_engine
+from gpu_worker.engine.loading import EngineParts
 from gpu_worker.engine.sequence import StepPlan
-from gpu_worker.engine.settings import EngineSettings
 
 RecordedLogits = dict[tuple[str, int], torch.Tensor]
 """Logits [vocab_size] by sequence id and context length: those from which the token at that position is drawn."""
-
-
-def load_recording_engine(directory: Path, settings: EngineSettings) -> tuple[NativeEngine, RecordedLogits]:
-    """The engine of a model directory, and what it computes, filled in step by step."""
-    parts = load_parts(directory, settings)
-    recorded = record_logits(parts)
-    return make_engine(parts, settings), recorded
 
 
 def record_logits(parts: EngineParts) -> RecordedLogits:
