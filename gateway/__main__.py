@@ -15,8 +15,8 @@ from service_kit.logging import LogFormat, configure_logging, get_logger
 from service_kit.telemetry import setup_tracing
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
-from state_store.ports import PermissiveQuota
 from state_store.postgres.store import PostgresStore
+from state_store.quota.port import PermissiveQuota
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MAX_DRAIN = timedelta(hours=1)

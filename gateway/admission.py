@@ -17,7 +17,7 @@ from service_kit.delta import Cursor
 from service_kit.errors import InvalidArgumentError, UnavailableError
 from service_kit.ids import GenerationId, RequestId, new_generation_id
 from service_kit.telemetry import current_traceparent
-from state_store.model import ApiKey
+from state_store.tenants import ApiKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,8 +38,9 @@ from inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from service_kit.delta import Cursor
 from service_kit.ids import GenerationId
 from service_kit.telemetry import tracer
-from state_store.model import ApiKey, GenerationRecord, SessionState, State
+from state_store.model import GenerationRecord, SessionState, State
 from state_store.ports import GenerationStore, SessionStore
+from state_store.tenants import ApiKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,10 @@ from service_kit.model_manifest import ModelManifest
 from service_kit.sampling import SamplingParams
 from service_kit.sampling_codec import encode_sampling
 from service_kit.telemetry import tracer
-from state_store.model import ApiKey, PriorityClass, State
-from state_store.ports import GenerationStore, QuotaCharge, QuotaPort
+from state_store.model import PriorityClass, State
+from state_store.ports import GenerationStore
+from state_store.quota.port import QuotaCharge, QuotaPort, QuotaSubject
+from state_store.tenants import ApiKey
 
 _log = get_logger()
 
@@ -71,17 +73,18 @@ class Submitter:
         Raises AlreadyExistsError, QuotaExceededError, UnavailableError; after the last one it is not known whether the
         generation exists, and repeating the call with the same request id is safe.
         """
+        charge = _charge_of(submission)
         with tracer().start_as_current_span("gateway.submit"):
-            await self._reserve(submission)
+            await self._reserve(submission, charge)
             self._crash_points.hit("quota.reserved")
             try:
                 response = await self._scheduler.submit(encode_submit(submission))
             except SluiceError:
                 # After UNAVAILABLE it is perhaps committed and bound: releasing only touches what is not bound.
-                await self._release(submission.generation_id)
+                await self._release(charge)
                 raise
         if not response.created:
-            await self._release(submission.generation_id)
+            await self._release(charge)
         return Committed(
             generation_id=GenerationId(response.generation_id),
             created=response.created,
@@ -89,16 +92,15 @@ class Submitter:
             prompt_tokens=response.prompt_tokens,
         )
 
-    async def _reserve(self, submission: Submission) -> None:
-        charge = QuotaCharge(
-            generation_id=submission.generation_id,
-            tenant_id=submission.key.tenant.tenant_id,
-            key_id=submission.key.key_id,
-            prompt_tokens=len(submission.prompt_token_ids),
-            max_output_tokens=submission.sampling.max_output_tokens,
+    async def _reserve(self, submission: Submission, charge: QuotaCharge) -> None:
+        subject = QuotaSubject(
+            tenant_id=charge.tenant_id,
+            key_id=charge.key_id,
+            tenant_limits=submission.key.tenant.limits,
+            key_limits=submission.key.limits,
         )
         try:
-            await self._quota.reserve(charge)
+            await self._quota.reserve(charge, subject)
         except QuotaExceededError:
             # Attaching is never charged: a tenant at its limit still comes back to its own stream.
             if not await self.is_known(charge.tenant_id, submission.request_id):
@@ -108,11 +110,21 @@ class Submitter:
         """Whether the call will attach."""
         return await self._store.find_by_request_id(tenant_id, request_id) is not None
 
-    async def _release(self, generation_id: GenerationId) -> None:
+    async def _release(self, charge: QuotaCharge) -> None:
         try:
-            await self._quota.release_many([generation_id])
+            await self._quota.release_many([charge])
         except UnavailableError as error:
-            _log.warning("quota_release_left_to_lease", generation_id=generation_id, error=str(error))
+            _log.warning("quota_release_left_to_lease", generation_id=charge.generation_id, error=str(error))
+
+
+def _charge_of(submission: Submission) -> QuotaCharge:
+    return QuotaCharge(
+        generation_id=submission.generation_id,
+        tenant_id=submission.key.tenant.tenant_id,
+        key_id=submission.key.key_id,
+        prompt_tokens=len(submission.prompt_token_ids),
+        max_output_tokens=submission.sampling.max_output_tokens,
+    )
 
 
 def encode_submit(submission: Submission) -> scheduler_pb2.SubmitRequest:

@@ -14,7 +14,8 @@ from inference.v1 import inference_pb2, types_pb2
 from service_kit.delta import EMPTY_CHAIN, Cursor
 from service_kit.errors import InvalidArgumentError, Reason
 from service_kit.ids import GenerationId, RequestId
-from state_store.model import PriorityClass, State, Tenant
+from state_store.model import PriorityClass, State
+from state_store.tenants import Tenant
 
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 50

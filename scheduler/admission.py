@@ -9,11 +9,11 @@ from scheduler.policy import queue_entry_of
 from scheduler.queue.port import AdmissionQueue, EnqueueStatus
 from service_kit.crash_point import CrashPoints
 from service_kit.errors import AlreadyExistsError, Reason, UnavailableError
-from service_kit.ids import GenerationId
 from service_kit.logging import get_logger
 from service_kit.sampling import MAX_SEED
 from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass, State
-from state_store.ports import GenerationStore, QuotaPort, SubmitKind, SubmitResult
+from state_store.ports import GenerationStore, SubmitKind, SubmitResult
+from state_store.quota.port import QuotaCharge, QuotaPort
 
 _log = get_logger()
 
@@ -76,10 +76,10 @@ class Admission:
     async def _settle_reservations(self, generations: Sequence[NewGeneration], results: Sequence[SubmitResult]) -> None:
         """Binds what was created; what attached or conflicted gives its reservation back. Failing is harmless: unbound
         reservations run out by themselves, and rows bind theirs again when they are settled."""
-        bound: list[GenerationId] = []
-        released: list[GenerationId] = []
+        bound: list[QuotaCharge] = []
+        released: list[QuotaCharge] = []
         for generation, result in zip(generations, results, strict=True):
-            (bound if result.kind is SubmitKind.CREATED else released).append(generation.generation_id)
+            (bound if result.kind is SubmitKind.CREATED else released).append(_charge_of(generation))
         try:
             await self._quota.bind_many(bound)
             await self._quota.release_many(released)
@@ -101,3 +101,13 @@ class Admission:
                 _log.warning("queue_full", generation_id=entry.generation_id, priority_class=entry.priority_class)
                 self._full_until_s[entry.model_key, entry.priority_class] = self._clock() + QUEUE_FULL_MEMORY_S
         self._on_queued()
+
+
+def _charge_of(generation: NewGeneration) -> QuotaCharge:
+    return QuotaCharge(
+        generation_id=generation.generation_id,
+        tenant_id=generation.tenant_id,
+        key_id=generation.key_id,
+        prompt_tokens=len(generation.prompt_token_ids),
+        max_output_tokens=generation.sampling.max_output_tokens,
+    )

@@ -17,7 +17,8 @@ from service_kit.errors import Reason, UnavailableError
 from service_kit.logging import get_logger
 from state_store.delta_log.port import AppendItem, AppendStatus, DeltaLogWriter, LogEnd, LogView, OpenItem, SealItem
 from state_store.model import Finish, GenerationRecord, State
-from state_store.ports import AttemptRef, FinishKind, GenerationStore, QuotaPort
+from state_store.ports import AttemptRef, FinishKind, GenerationStore
+from state_store.quota.port import QuotaPort, QuotaSettlement
 
 _log = get_logger()
 
@@ -248,7 +249,15 @@ class Coordinator:
             ]
         )
         await self._quota.settle_many(
-            [(record.generation_id, record.num_prompt_tokens + record.output_tokens) for record in finals]
+            [
+                QuotaSettlement(
+                    generation_id=record.generation_id,
+                    tenant_id=record.tenant_id,
+                    key_id=record.key_id,
+                    used_tokens=record.num_prompt_tokens + record.output_tokens,
+                )
+                for record in finals
+            ]
         )
 
 

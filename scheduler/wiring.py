@@ -24,7 +24,7 @@ from service_kit.ids import SchedulerId
 from service_kit.internal_auth import InternalAuth
 from state_store.delta_log.port import DeltaLogWriter
 from state_store.model import NewSession
-from state_store.ports import PermissiveQuota
+from state_store.quota.port import PermissiveQuota
 
 
 def _now() -> datetime:

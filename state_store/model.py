@@ -216,32 +216,6 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tenant:
-    """Who is served and accounted."""
-
-    tenant_id: TenantId
-    name: str
-    weight: float
-    max_class: PriorityClass
-    """Highest class its requests may ask for."""
-    disabled_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKey:
-    """A key as stored: recognised by prefix, proven by hash."""
-
-    key_id: KeyId
-    tenant: Tenant
-    prefix: str
-    key_hash: bytes
-    is_admin: bool
-    created_at: datetime
-    expires_at: datetime | None
-    revoked_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
     """Usage of one finished generation; exactly one row each."""
 

@@ -14,7 +14,6 @@ from typing import Protocol
 from service_kit.delta import Cursor, Delta
 from service_kit.ids import GenerationId, KeyId, RequestId, SessionId, TenantId
 from state_store.model import (
-    ApiKey,
     AttemptOutcome,
     AttemptRecord,
     CancelCause,
@@ -27,8 +26,8 @@ from state_store.model import (
     PriorityClass,
     SessionRecord,
     State,
-    Tenant,
 )
+from state_store.tenants import ApiKey, Tenant
 
 
 class SubmitKind(StrEnum):
@@ -312,46 +311,3 @@ class KeyStore(Protocol):
         another key has the prefix."""
 
     async def revoke_key(self, key_id: KeyId, *, now: datetime | None = None) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuotaCharge:
-    """What a generation may cost its tenant at most."""
-
-    generation_id: GenerationId
-    tenant_id: TenantId
-    key_id: KeyId
-    prompt_tokens: int
-    max_output_tokens: int
-
-
-class QuotaPort(Protocol):
-    """Reservations, named by the generation id. A reservation is leased for 10 s; the commit of the generation binds
-    it; bound ones are settled by the terminal path, or by the reaper when the row is final."""
-
-    async def reserve(self, charge: QuotaCharge) -> None:
-        """Checks all limits, then charges all, atomically. Raises QuotaExceededError and charges nothing."""
-
-    async def bind_many(self, generation_ids: Sequence[GenerationId]) -> None: ...
-
-    async def release_many(self, generation_ids: Sequence[GenerationId]) -> None:
-        """Gives unbound reservations back (conflict, attach, refused submit)."""
-
-    async def settle_many(self, items: Sequence[tuple[GenerationId, int]]) -> None:
-        """Replaces the reserved tokens by the used ones (prompt + output) and frees the concurrency slot. Idempotent."""
-
-
-class PermissiveQuota:
-    """Grants everything and counts nothing: for installations without quotas."""
-
-    async def reserve(self, charge: QuotaCharge) -> None:
-        del charge
-
-    async def bind_many(self, generation_ids: Sequence[GenerationId]) -> None:
-        del generation_ids
-
-    async def release_many(self, generation_ids: Sequence[GenerationId]) -> None:
-        del generation_ids
-
-    async def settle_many(self, items: Sequence[tuple[GenerationId, int]]) -> None:
-        del items

@@ -8,15 +8,14 @@ from service_kit.delta import Cursor, Delta, join
 from service_kit.ids import GenerationId, KeyId, RequestId, SessionId, TenantId
 from state_store.decisions import is_grantable
 from state_store.model import (
-    ApiKey,
     AttemptRecord,
     DeadLetter,
     GenerationRecord,
     LedgerRow,
     SessionRecord,
     State,
-    Tenant,
 )
+from state_store.tenants import ApiKey, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from service_kit.errors import AlreadyExistsError
 from service_kit.ids import KeyId, TenantId
 from state_store.errors import UnknownTenantError
 from state_store.memory.data import MemoryPart
-from state_store.model import ApiKey, PriorityClass, Tenant
+from state_store.model import PriorityClass
+from state_store.tenants import ApiKey, Tenant
 
 
 class MemoryKeys(MemoryPart):

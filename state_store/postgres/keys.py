@@ -5,9 +5,10 @@ from datetime import datetime
 from service_kit.errors import AlreadyExistsError
 from service_kit.ids import KeyId, TenantId
 from state_store.errors import UnknownTenantError
-from state_store.model import ApiKey, PriorityClass, Tenant
+from state_store.model import PriorityClass
 from state_store.postgres import rows
 from state_store.postgres.pool import PostgresPart
+from state_store.tenants import ApiKey, Tenant
 
 _FIND_KEY = """
 SELECT k.key_id, k.prefix, k.key_hash, k.is_admin, k.created_at, k.expires_at, k.revoked_at,

@@ -10,7 +10,6 @@ from service_kit.ids import GenerationId
 from service_kit.logprob_codec import unpack_logprobs
 from service_kit.sampling import FinishReason, SamplingParams
 from state_store.model import (
-    ApiKey,
     AttemptOutcome,
     AttemptRecord,
     CancelCause,
@@ -22,8 +21,8 @@ from state_store.model import (
     SessionRecord,
     SessionState,
     State,
-    Tenant,
 )
+from state_store.tenants import ApiKey, Tenant
 
 Row = Mapping[str, Any]
 _SIGN_BIT = 1 << 63

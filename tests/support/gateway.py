@@ -40,11 +40,10 @@ from state_store.ports import (
     FinishKind,
     GrantKind,
     GrantRequest,
-    PermissiveQuota,
-    QuotaPort,
     RequeueKind,
     SubmitKind,
 )
+from state_store.quota.port import PermissiveQuota, QuotaPort
 from tests.support.tiny_models import make_simulated_model
 
 SCHEDULER_SERVICE = "inference.internal.v1.SchedulerService"

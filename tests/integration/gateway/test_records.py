@@ -10,7 +10,7 @@ from service_kit.delta import EMPTY_CHAIN, TokenLogprob, extend_chain
 from service_kit.grpc_server import GrpcServer
 from service_kit.ids import GatewayId, GenerationId
 from state_store.model import State
-from state_store.ports import PermissiveQuota
+from state_store.quota.port import PermissiveQuota
 from tests.support.gateway import GatewayRig
 
 

@@ -13,7 +13,7 @@ from service_kit.ids import GenerationId
 from service_kit.rpc_status import RpcFailure, parse_rpc_error
 from service_kit.sampling import SamplingParams
 from service_kit.sampling_codec import decode_sampling
-from state_store.ports import PermissiveQuota, QuotaCharge
+from state_store.quota.port import PermissiveQuota, QuotaCharge, QuotaStanding, QuotaSubject
 from tests.support.gateway import GatewayRig, MemoryScheduler, running_gateway
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -27,13 +27,14 @@ class CountingQuota(PermissiveQuota):
         self.reserved: list[QuotaCharge] = []
         self.released: list[GenerationId] = []
 
-    async def reserve(self, charge: QuotaCharge) -> None:
+    async def reserve(self, charge: QuotaCharge, subject: QuotaSubject) -> list[QuotaStanding]:
         if self.is_full:
             raise QuotaExceededError("too many requests", subject="tenant:tenant:concurrency")
         self.reserved.append(charge)
+        return []
 
-    async def release_many(self, generation_ids: Sequence[GenerationId]) -> None:
-        self.released += generation_ids
+    async def release_many(self, charges: Sequence[QuotaCharge]) -> None:
+        self.released += [charge.generation_id for charge in charges]
 
 
 def create_request(request_id: str = "r1", **fields: Any) -> inference_pb2.CreateGenerationRequest:

@@ -9,7 +9,7 @@ from service_kit.errors import UnauthenticatedError
 from service_kit.ids import KeyId, TenantId
 from state_store.errors import StoreUnavailableError
 from state_store.memory.store import MemoryStore
-from state_store.model import ApiKey
+from state_store.tenants import ApiKey
 
 
 class CountingStore(MemoryStore):
