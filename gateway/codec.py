@@ -12,7 +12,7 @@ from service_kit.delta import Cursor, Delta
 from service_kit.errors import AbortedError, ExpiredError, InternalError, Reason, SluiceError
 from service_kit.sampling import FinishReason
 from state_store.delta_log.port import LogEnd
-from state_store.model import GenerationRecord, PriorityClass, State
+from state_store.model import GenerationRow, PriorityClass, State
 
 _STATES = {state: types_pb2.GenerationState.Value(f"GENERATION_STATE_{state.value}") for state in State}
 _CLASSES = {priority: types_pb2.PriorityClass.Value(f"PRIORITY_CLASS_{priority.value}") for priority in PriorityClass}
@@ -79,7 +79,7 @@ def _encode_usage(end: LogEnd) -> types_pb2.Usage:
     )
 
 
-def encode_record(record: GenerationRecord, *, output_tokens: int | None = None) -> types_pb2.Generation:
+def encode_record(record: GenerationRow, *, output_tokens: int | None = None) -> types_pb2.Generation:
     """The record without output. `output_tokens`: what the log knows of a live one."""
     is_final = record.state.is_terminal
     message = types_pb2.Generation(
@@ -92,7 +92,7 @@ def encode_record(record: GenerationRecord, *, output_tokens: int | None = None)
         state=_STATES[record.state],
         attempts=record.attempt,
         create_time=_timestamp(record.created_at),
-        seed=record.sampling.seed,
+        seed=record.seed,
         usage=types_pb2.Usage(
             prompt_tokens=record.num_prompt_tokens,
             cached_prompt_tokens=record.cached_prompt_tokens,
@@ -113,7 +113,7 @@ def encode_record(record: GenerationRecord, *, output_tokens: int | None = None)
     return message
 
 
-def _encode_error(record: GenerationRecord) -> types_pb2.GenerationError:
+def _encode_error(record: GenerationRow) -> types_pb2.GenerationError:
     """The reason of a bug of ours goes out, its text stays in."""
     reason = record.error_reason or (record.cancel_cause.value if record.cancel_cause else record.state.value)
     is_internal = record.state is State.FAILED and reason != Reason.ATTEMPTS_EXHAUSTED

@@ -10,7 +10,7 @@ from service_kit.delta import Cursor, Delta
 from service_kit.errors import Reason
 from service_kit.ids import TenantId
 from service_kit.sampling import FinishReason
-from state_store.model import CancelCause, Finish, GenerationRecord, State
+from state_store.model import CancelCause, Finish, GenerationRecord, GenerationRow, State
 from state_store.ports import AttemptRef
 from state_store.transitions import has_attempts_left
 
@@ -49,7 +49,7 @@ def finish_from_worker(record: GenerationRecord, end: WorkerEnd, output: Delta |
     )
 
 
-def finish_without_worker(record: GenerationRecord, sealed_end: Cursor, output: Delta | None) -> Finish | None:
+def finish_without_worker(record: GenerationRow, sealed_end: Cursor, output: Delta | None) -> Finish | None:
     """The final state that recovery gives a row after sealing its log; None when the row is to go on."""
     if record.cancel_cause is not None:
         state = record.cancel_cause.final_state
@@ -81,7 +81,7 @@ def _cancel_message(cause: CancelCause) -> str:
     }[cause]
 
 
-def queue_entry_of(record: GenerationRecord, *, output_tokens: int = 0) -> QueueEntry:
+def queue_entry_of(record: GenerationRow, *, output_tokens: int = 0) -> QueueEntry:
     """The queue entry of a QUEUED row. Its room is what its context needs at once; the output grows block by block and
     the engine preempts where that does not fit. The queue timeout counts only before the first grant.
     """

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime, timedelta
-from typing import Protocol
 
 from scheduler.cancellation import Cancellation
 from scheduler.policy import finish_without_worker, is_unwatched_for_too_long, queue_entry_of
@@ -16,8 +15,8 @@ from service_kit.ids import GenerationId, SessionId, minted_at
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter
 from state_store.errors import StoreUnavailableError
-from state_store.model import AttemptOutcome, CancelCause, GenerationRecord, ModelKey
-from state_store.ports import AttemptRef, GenerationStore, SessionStore
+from state_store.model import AttemptOutcome, CancelCause, GenerationSummary, ModelKey
+from state_store.ports import AttemptRef, Store
 
 _log = get_logger()
 
@@ -28,10 +27,6 @@ UNQUEUED_AGE = timedelta(seconds=2)
 WATCHERS_RETURN = timedelta(seconds=6)
 """How soon watchers are known again after the log was away or emptied: gateways attach when they are connected again, and
 renew every 5 s."""
-
-
-class Store(GenerationStore, SessionStore, Protocol):
-    """Both halves of the truth."""
 
 
 class Reaper:
@@ -144,7 +139,7 @@ class Reaper:
                 _log.warning("unqueued_rows_queued", count=len(missing))
                 await self._queue.enqueue_many([queue_entry_of(r) for r in missing], is_bounded=False)
 
-    async def _queued_pages(self, *, min_age: timedelta) -> AsyncIterator[list[GenerationRecord]]:
+    async def _queued_pages(self, *, min_age: timedelta) -> AsyncIterator[list[GenerationSummary]]:
         after: GenerationId | None = None
         while page := await self._store.queued_page(after=after, min_age=min_age, limit=PAGE):
             yield page
@@ -154,8 +149,8 @@ class Reaper:
         """Deadlines and queue timeouts."""
         after: GenerationId | None = None
         while page := await self._store.overdue_page(after=after, limit=PAGE):
-            await self._cancellation.request([(record.generation_id, cause) for record, cause in page])
-            after = page[-1][0].generation_id
+            await self._cancellation.request(page)
+            after = page[-1][0]
 
     async def end_cancelled_queued(self) -> None:
         """QUEUED rows whose end was asked for, or that have no attempt left, and whose scheduler died before ending them."""
@@ -202,5 +197,5 @@ class Reaper:
         await self._store.prune_request_keys(limit=PAGE)
 
 
-def _entry_key(record: GenerationRecord) -> tuple[ModelKey, GenerationId, int]:
+def _entry_key(record: GenerationSummary) -> tuple[ModelKey, GenerationId, int]:
     return record.model_key, record.generation_id, record.attempt

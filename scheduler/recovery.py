@@ -15,7 +15,7 @@ from service_kit.crash_point import CrashPoints
 from service_kit.delta import Cursor
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter, LogView, SealItem
-from state_store.model import AttemptOutcome, Finish, GenerationRecord
+from state_store.model import AttemptOutcome, Finish, GenerationRecord, GenerationRow
 from state_store.ports import AttemptEnd, AttemptRef, GenerationStore, LostSession, RequeueKind
 
 _log = get_logger()
@@ -109,7 +109,7 @@ class Recovery:
         )
         await self.end_rows(exhausted)
 
-    async def end_rows(self, records: Iterable[GenerationRecord]) -> None:
+    async def end_rows(self, records: Iterable[GenerationRow]) -> None:
         """Ends live rows that no worker will end: cancelled or expired while queued, or lost with no attempt left. What
         was granted in the meantime is left to its worker."""
         rows = list(records)
@@ -134,7 +134,7 @@ class Recovery:
         await self._coordinator.close_logs(finals)
         await self._queue.remove_many([(record.model_key, record.generation_id) for record in finals])
 
-    async def _seal(self, records: Sequence[GenerationRecord]) -> list[LogView]:
+    async def _seal(self, records: Sequence[GenerationRow]) -> list[LogView]:
         return await self._log.seal_many(
             [SealItem(generation_id=record.generation_id, attempt=record.attempt) for record in records]
         )

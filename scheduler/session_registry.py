@@ -1,7 +1,7 @@
 """The worker sessions that this scheduler owns: taking them, keeping their leases, losing them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 
@@ -13,7 +13,7 @@ from service_kit.errors import AbortedError
 from service_kit.ids import SessionId
 from service_kit.logging import get_logger
 from state_store.model import AttemptOutcome, GenerationRecord, NewSession
-from state_store.ports import AttemptRef, OpenKind, Renewal, SessionStore
+from state_store.ports import AttemptRef, OpenKind, Renewal, Store
 
 _log = get_logger()
 
@@ -24,7 +24,7 @@ class SessionRegistry:
     def __init__(
         self,
         *,
-        store: SessionStore,
+        store: Store,
         recovery: Recovery,
         make_session: Callable[[NewSession, int], WorkerSession],
         clock: Callable[[], float],
@@ -68,6 +68,7 @@ class SessionRegistry:
 
     async def _run(self, session: WorkerSession) -> None:
         replacing = asyncio.create_task(self._lose_older(session))
+        replacing.add_done_callback(partial(_log_failure, session_id=session.session.session_id))
         try:
             exit_ = await session.run()
         finally:
@@ -145,17 +146,16 @@ class SessionRegistry:
         cancels that were recorded elsewhere, gives back what a worker did not name after a second assignment."""
         sessions = {session.session.session_id: session for session, _ in self._sessions.values()}
         unclaimed: set[AttemptRef] = set()
-        for record in await self._store.running_of(list(sessions)):
-            assert record.session_id is not None
-            session = sessions[record.session_id]
-            ref = AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
+        for row in await self._store.running_of(list(sessions)):
+            assert row.session_id is not None
+            session = sessions[row.session_id]
+            ref = AttemptRef(generation_id=row.generation_id, attempt=row.attempt)
             if session.table.find(ref) is None and not session.is_ending(ref):
-                # Seen once it may be a grant or an end that is just being dealt with.
-                if ref in self._unclaimed:
-                    session.expect(record)
                 unclaimed.add(ref)
-            if record.cancel_cause is not None:
+            if row.cancel_cause is not None:
                 session.cancel(ref)
+        # Seen once it may be a grant or an end that is just being dealt with.
+        await self._adopt(unclaimed & self._unclaimed, sessions)
         self._unclaimed = unclaimed
         for session in sessions.values():
             overdue = [
@@ -169,6 +169,18 @@ class SessionRegistry:
                 for ref in overdue:
                     session.table.forget(ref)
 
+    async def _adopt(self, refs: set[AttemptRef], sessions: Mapping[SessionId, WorkerSession]) -> None:
+        """Expects attempts that these sessions run in Postgres and that nobody expects here."""
+        if not refs:
+            return
+        for record in await self._store.get_many([ref.generation_id for ref in refs]):
+            session = sessions.get(record.session_id) if record is not None and record.session_id is not None else None
+            if record is None or session is None:
+                continue
+            ref = AttemptRef(generation_id=record.generation_id, attempt=record.attempt)
+            if ref in refs and not session.is_ending(ref):
+                session.expect(record)
+
     async def forget_over(self, session_ids: list[SessionId]) -> None:
         """Hangs up on sessions that a reaper has declared lost."""
         for session_id in session_ids:
@@ -178,3 +190,10 @@ class SessionRegistry:
         """Hangs up on all; their leases let another scheduler, or the reaper, take over."""
         for session_id in list(self._sessions):
             await self._drop(session_id)
+
+
+def _log_failure(task: asyncio.Task[None], *, session_id: SessionId) -> None:
+    """What went wrong beside a session is told at once, not when somebody waits for it: nobody does. The reaper loses what
+    was left."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("older_sessions_not_lost", session_id=session_id, exc_info=error)

@@ -14,7 +14,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.coordinator import Coordinator
 from scheduler.dispatcher import Dispatcher
 from scheduler.queue.port import AdmissionQueue
-from scheduler.reaper import Reaper, Store
+from scheduler.reaper import Reaper
 from scheduler.recovery import Recovery
 from scheduler.service import SchedulerServicer
 from scheduler.session_registry import SessionRegistry
@@ -24,6 +24,7 @@ from service_kit.ids import SchedulerId
 from service_kit.internal_auth import InternalAuth
 from state_store.delta_log.port import DeltaLogWriter
 from state_store.model import NewSession
+from state_store.ports import Store
 from state_store.quota.port import PermissiveQuota
 
 

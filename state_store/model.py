@@ -1,6 +1,6 @@
 """The durable record of a generation, and what goes with it. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from enum import StrEnum
 
@@ -140,6 +140,47 @@ class GenerationRecord:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def seed(self) -> int:
+        return self.sampling.seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSummary:
+    """A row without what may be long in it: pages of rows are read often. Fields as in GenerationRecord."""
+
+    generation_id: GenerationId
+    tenant_id: TenantId
+    key_id: KeyId
+    request_id: RequestId
+    model: str
+    model_key: ModelKey
+    priority_class: PriorityClass
+    state: State
+    attempt: int
+    charged_attempts: int
+    session_id: SessionId | None
+    num_prompt_tokens: int
+    seed: int
+    cancel_cause: CancelCause | None
+    created_at: datetime
+    queue_deadline_at: datetime
+    deadline_at: datetime | None
+    started_at: datetime | None
+    finished_at: datetime | None
+    finish_reason: FinishReason | None
+    error_reason: str | None
+    error_message: str | None
+    cached_prompt_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, record: GenerationRecord) -> "GenerationSummary":
+        return cls(**{each.name: getattr(record, each.name) for each in fields(cls)})
+
+
+GenerationRow = GenerationRecord | GenerationSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from state_store.model import (
     DeadLetter,
     Finish,
     GenerationRecord,
+    GenerationSummary,
     LedgerRow,
     NewGeneration,
     NewSession,
@@ -183,20 +184,20 @@ class GenerationStore(Protocol):
 
     async def list_page(
         self, tenant_id: TenantId, *, states: Sequence[State], before: GenerationId | None, limit: int
-    ) -> list[GenerationRecord]:
+    ) -> list[GenerationSummary]:
         """The tenant's generations with ids below `before`, newest first; all states when none is named."""
 
     async def queued_page(
         self, *, after: GenerationId | None, min_age: timedelta, limit: int, now: datetime | None = None
-    ) -> list[GenerationRecord]:
+    ) -> list[GenerationSummary]:
         """QUEUED rows with ids above `after` that have been queued (created or requeued) for `min_age`, by id."""
 
     async def overdue_page(
         self, *, after: GenerationId | None, limit: int, now: datetime | None = None
-    ) -> list[tuple[GenerationRecord, CancelCause]]:
+    ) -> list[tuple[GenerationId, CancelCause]]:
         """Live rows whose deadline is over, or, never granted, whose queue timeout is, and that have no cancel cause."""
 
-    async def cancelled_queued_page(self, *, after: GenerationId | None, limit: int) -> list[GenerationRecord]:
+    async def cancelled_queued_page(self, *, after: GenerationId | None, limit: int) -> list[GenerationSummary]:
         """QUEUED rows with a cancel cause, or with no attempt left: to be ended."""
 
     async def unwatchable_page(self, *, after: GenerationId | None, limit: int) -> list[tuple[GenerationId, timedelta]]:
@@ -280,13 +281,17 @@ class SessionStore(Protocol):
     async def end_session(self, session_id: SessionId, owner_epoch: int) -> bool:
         """LIVE → ENDED where it has no RUNNING attempts."""
 
-    async def running_of(self, session_ids: Sequence[SessionId]) -> list[GenerationRecord]:
+    async def running_of(self, session_ids: Sequence[SessionId]) -> list[GenerationSummary]:
         """RUNNING rows of these sessions."""
 
     async def orphans(self, *, limit: int) -> list[GenerationRecord]:
         """RUNNING rows whose session is LOST or ENDED (a recovery died half-way): seal, then finish or requeue."""
 
     async def list_sessions(self, *, include_over: bool = False) -> list[SessionRecord]: ...
+
+
+class Store(GenerationStore, SessionStore, Protocol):
+    """Both halves of the truth."""
 
 
 class KeyStore(Protocol):

@@ -7,7 +7,15 @@ from service_kit.delta import Cursor, Delta
 from service_kit.ids import GenerationId, RequestId, TenantId
 from state_store.decisions import is_grantable, overdue_cause
 from state_store.memory.data import MemoryPart
-from state_store.model import AttemptRecord, CancelCause, DeadLetter, GenerationRecord, LedgerRow, State
+from state_store.model import (
+    AttemptRecord,
+    CancelCause,
+    DeadLetter,
+    GenerationRecord,
+    GenerationSummary,
+    LedgerRow,
+    State,
+)
 from state_store.ports import ALL_DEAD_LETTERS, DeadLetterFilter
 
 
@@ -31,7 +39,7 @@ class MemoryGenerationReads(MemoryPart):
 
     async def list_page(
         self, tenant_id: TenantId, *, states: Sequence[State], before: GenerationId | None, limit: int
-    ) -> list[GenerationRecord]:
+    ) -> list[GenerationSummary]:
         found = [
             record
             for record in reversed(self._by_id())
@@ -39,24 +47,24 @@ class MemoryGenerationReads(MemoryPart):
             and (not states or record.state in states)
             and (before is None or record.generation_id < before)
         ]
-        return found[:limit]
+        return _summaries(found[:limit])
 
     async def queued_page(
         self, *, after: GenerationId | None, min_age: timedelta, limit: int, now: datetime | None = None
-    ) -> list[GenerationRecord]:
+    ) -> list[GenerationSummary]:
         latest = self._at(now) - min_age
         found = [
             record
             for record in self._page(after)
             if record.state is State.QUEUED and self._data.queued_at[record.generation_id] <= latest
         ]
-        return found[:limit]
+        return _summaries(found[:limit])
 
     async def overdue_page(
         self, *, after: GenerationId | None, limit: int, now: datetime | None = None
-    ) -> list[tuple[GenerationRecord, CancelCause]]:
+    ) -> list[tuple[GenerationId, CancelCause]]:
         found = [
-            (record, cause)
+            (record.generation_id, cause)
             for record in self._page(after)
             if not record.state.is_terminal
             and record.cancel_cause is None
@@ -64,9 +72,9 @@ class MemoryGenerationReads(MemoryPart):
         ]
         return found[:limit]
 
-    async def cancelled_queued_page(self, *, after: GenerationId | None, limit: int) -> list[GenerationRecord]:
+    async def cancelled_queued_page(self, *, after: GenerationId | None, limit: int) -> list[GenerationSummary]:
         found = [record for record in self._page(after) if record.state is State.QUEUED and not is_grantable(record)]
-        return found[:limit]
+        return _summaries(found[:limit])
 
     async def unwatchable_page(self, *, after: GenerationId | None, limit: int) -> list[tuple[GenerationId, timedelta]]:
         found = [
@@ -103,3 +111,7 @@ class MemoryGenerationReads(MemoryPart):
         for name in over[:limit]:
             del self._data.request_keys[name]
         return len(over[:limit])
+
+
+def _summaries(records: Sequence[GenerationRecord]) -> list[GenerationSummary]:
+    return [GenerationSummary.of(record) for record in records]

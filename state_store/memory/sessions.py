@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from service_kit.ids import SessionId
 from state_store.memory.data import MemoryPart
-from state_store.model import GenerationRecord, NewSession, SessionRecord, SessionState, State
+from state_store.model import GenerationRecord, GenerationSummary, NewSession, SessionRecord, SessionState, State
 from state_store.ports import LostSession, OpenedSession, OpenKind, Renewal
 
 
@@ -93,9 +93,11 @@ class MemorySessions(MemoryPart):
         self._data.sessions[session_id] = replace(session, state=SessionState.ENDED)
         return True
 
-    async def running_of(self, session_ids: Sequence[SessionId]) -> list[GenerationRecord]:
+    async def running_of(self, session_ids: Sequence[SessionId]) -> list[GenerationSummary]:
         return [
-            record for record in self._by_id() if record.state is State.RUNNING and record.session_id in session_ids
+            GenerationSummary.of(record)
+            for record in self._by_id()
+            if record.state is State.RUNNING and record.session_id in session_ids
         ]
 
     async def orphans(self, *, limit: int) -> list[GenerationRecord]:

@@ -5,7 +5,15 @@ from datetime import datetime, timedelta
 
 from service_kit.ids import GenerationId, RequestId, TenantId, is_generation_id
 from state_store.decisions import overdue_cause
-from state_store.model import AttemptRecord, CancelCause, DeadLetter, GenerationRecord, LedgerRow, State
+from state_store.model import (
+    AttemptRecord,
+    CancelCause,
+    DeadLetter,
+    GenerationRecord,
+    GenerationSummary,
+    LedgerRow,
+    State,
+)
 from state_store.ports import ALL_DEAD_LETTERS, DeadLetterFilter
 from state_store.postgres import rows, statements
 from state_store.postgres.attempts import by_id, known_ids
@@ -59,7 +67,7 @@ class PostgresReads(PostgresPart):
 
     async def list_page(
         self, tenant_id: TenantId, *, states: Sequence[State], before: GenerationId | None, limit: int
-    ) -> list[GenerationRecord]:
+    ) -> list[GenerationSummary]:
         parameters = {
             "tenant_id": tenant_id,
             "all_states": not states,
@@ -67,24 +75,24 @@ class PostgresReads(PostgresPart):
             "before": before or _HIGHEST_ID,
             "limit": limit,
         }
-        return await self._records(statements.LIST_PAGE, parameters)
+        return await self._summaries(statements.LIST_PAGE, parameters)
 
     async def queued_page(
         self, *, after: GenerationId | None, min_age: timedelta, limit: int, now: datetime | None = None
-    ) -> list[GenerationRecord]:
+    ) -> list[GenerationSummary]:
         parameters = {"after": after or _LOWEST_ID, "min_age": min_age, "limit": limit, "now": now}
-        return await self._records(statements.QUEUED_PAGE, parameters)
+        return await self._summaries(statements.QUEUED_PAGE, parameters)
 
     async def overdue_page(
         self, *, after: GenerationId | None, limit: int, now: datetime | None = None
-    ) -> list[tuple[GenerationRecord, CancelCause]]:
+    ) -> list[tuple[GenerationId, CancelCause]]:
         parameters = {"after": after or _LOWEST_ID, "limit": limit, "now": now}
         found = await self._database.fetch(statements.OVERDUE_PAGE, parameters)
-        judged = [(record := rows.generation(row), overdue_cause(record, row["at"])) for row in found]
-        return [(record, cause) for record, cause in judged if cause is not None]
+        judged = [(head := rows.overdue(row), overdue_cause(head, row["at"])) for row in found]
+        return [(head.generation_id, cause) for head, cause in judged if cause is not None]
 
-    async def cancelled_queued_page(self, *, after: GenerationId | None, limit: int) -> list[GenerationRecord]:
-        return await self._records(statements.QUEUED_TO_END_PAGE, {"after": after or _LOWEST_ID, "limit": limit})
+    async def cancelled_queued_page(self, *, after: GenerationId | None, limit: int) -> list[GenerationSummary]:
+        return await self._summaries(statements.QUEUED_TO_END_PAGE, {"after": after or _LOWEST_ID, "limit": limit})
 
     async def unwatchable_page(self, *, after: GenerationId | None, limit: int) -> list[tuple[GenerationId, timedelta]]:
         found = await self._database.fetch(statements.GRACE_PAGE, {"after": after or _LOWEST_ID, "limit": limit})
@@ -117,5 +125,5 @@ class PostgresReads(PostgresPart):
     async def prune_request_keys(self, *, limit: int, now: datetime | None = None) -> int:
         return len(await self._database.fetch(_PRUNE_REQUEST_KEYS, {"limit": limit, "now": now}))
 
-    async def _records(self, statement: str, parameters: Parameters) -> list[GenerationRecord]:
-        return [rows.generation(row) for row in await self._database.fetch(statement, parameters)]
+    async def _summaries(self, statement: str, parameters: Parameters) -> list[GenerationSummary]:
+        return [rows.summary(row) for row in await self._database.fetch(statement, parameters)]

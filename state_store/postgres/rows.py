@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from service_kit.delta import Cursor, Delta
@@ -15,6 +16,7 @@ from state_store.model import (
     CancelCause,
     DeadLetter,
     GenerationRecord,
+    GenerationSummary,
     LedgerRow,
     ModelKey,
     PriorityClass,
@@ -112,34 +114,66 @@ def _model_key(row: Row) -> ModelKey:
 
 def generation(row: Row) -> GenerationRecord:
     return GenerationRecord(
-        generation_id=GenerationId(str(row["generation_id"])),
-        tenant_id=row["tenant_id"],
-        key_id=row["key_id"],
-        request_id=row["request_id"],
-        model=row["model"],
-        model_key=_model_key(row),
-        priority_class=PriorityClass(row["priority_class"]),
-        state=State(row["state"]),
-        attempt=row["attempt"],
-        charged_attempts=row["charged_attempts"],
-        session_id=row["session_id"],
+        **_shared_fields(row),
         nonce=to_unsigned(row["nonce"]),
         prompt_token_ids=unpack_token_ids(row["prompt_token_ids"]),
         sampling=SamplingParams.from_dict(row["sampling"]),
         grace=row["grace"],
         traceparent=row["traceparent"],
-        cancel_cause=CancelCause(row["cancel_cause"]) if row["cancel_cause"] is not None else None,
-        created_at=row["created_at"],
-        queue_deadline_at=row["queue_deadline_at"],
-        deadline_at=row["deadline_at"],
-        started_at=row["started_at"],
-        finished_at=row["finished_at"],
-        finish_reason=FinishReason(row["finish_reason"]) if row["finish_reason"] is not None else None,
-        error_reason=row["error_reason"],
-        error_message=row["error_message"],
         matched_stop=row["matched_stop"],
-        cached_prompt_tokens=row["cached_prompt_tokens"],
-        output_tokens=row["output_tokens"],
+    )
+
+
+def summary(row: Row) -> GenerationSummary:
+    return GenerationSummary(**_shared_fields(row), num_prompt_tokens=row["num_prompt_tokens"], seed=row["seed"] or 0)
+
+
+def _shared_fields(row: Row) -> dict[str, Any]:
+    """Those of a record that its summary has as well."""
+    return {
+        "generation_id": GenerationId(str(row["generation_id"])),
+        "tenant_id": row["tenant_id"],
+        "key_id": row["key_id"],
+        "request_id": row["request_id"],
+        "model": row["model"],
+        "model_key": _model_key(row),
+        "priority_class": PriorityClass(row["priority_class"]),
+        "state": State(row["state"]),
+        "attempt": row["attempt"],
+        "charged_attempts": row["charged_attempts"],
+        "session_id": row["session_id"],
+        "cancel_cause": CancelCause(row["cancel_cause"]) if row["cancel_cause"] is not None else None,
+        "created_at": row["created_at"],
+        "queue_deadline_at": row["queue_deadline_at"],
+        "deadline_at": row["deadline_at"],
+        "started_at": row["started_at"],
+        "finished_at": row["finished_at"],
+        "finish_reason": FinishReason(row["finish_reason"]) if row["finish_reason"] is not None else None,
+        "error_reason": row["error_reason"],
+        "error_message": row["error_message"],
+        "cached_prompt_tokens": row["cached_prompt_tokens"],
+        "output_tokens": row["output_tokens"],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverdueRow:
+    """What says when a live row is overdue."""
+
+    generation_id: GenerationId
+    state: State
+    attempt: int
+    deadline_at: datetime | None
+    queue_deadline_at: datetime
+
+
+def overdue(row: Row) -> OverdueRow:
+    return OverdueRow(
+        generation_id=GenerationId(str(row["generation_id"])),
+        state=State(row["state"]),
+        attempt=row["attempt"],
+        deadline_at=row["deadline_at"],
+        queue_deadline_at=row["queue_deadline_at"],
     )
 
 

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 from service_kit.ids import GenerationId, SessionId
 from state_store.decisions import is_grantable
-from state_store.model import GenerationRecord, NewSession, SessionRecord
+from state_store.model import GenerationRecord, GenerationSummary, NewSession, SessionRecord
 from state_store.ports import LostSession, OpenedSession, OpenKind, Renewal
 from state_store.postgres import rows, statements
 from state_store.postgres.attempts import get_records, requeue
@@ -148,9 +148,9 @@ class PostgresSessions(PostgresPart):
 
         return await self._database.transact(work)
 
-    async def running_of(self, session_ids: Sequence[SessionId]) -> list[GenerationRecord]:
-        found = await self._database.fetch(statements.RUNNING_OF_SESSIONS, {"session_ids": list(session_ids)})
-        return [rows.generation(row) for row in found]
+    async def running_of(self, session_ids: Sequence[SessionId]) -> list[GenerationSummary]:
+        found = await self._database.fetch(statements.RUNNING_SUMMARIES, {"session_ids": list(session_ids)})
+        return [rows.summary(row) for row in found]
 
     async def orphans(self, *, limit: int) -> list[GenerationRecord]:
         return [rows.generation(row) for row in await self._database.fetch(statements.ORPHANS, {"limit": limit})]

@@ -13,12 +13,21 @@ _COLUMNS = """
     g.cancel_cause, g.created_at, g.queue_deadline_at, g.deadline_at, g.started_at, g.finished_at, g.finish_reason,
     g.error_reason, g.error_message, g.matched_stop, g.cached_prompt_tokens, g.output_tokens
 """
+_SUMMARY = """
+    g.generation_id, g.tenant_id, g.key_id, g.request_id, g.model, g.model_revision, g.model_precision, g.priority_class,
+    g.state, g.attempt, g.charged_attempts, g.session_id, octet_length(g.prompt_token_ids) / 4 AS num_prompt_tokens,
+    (g.sampling ->> 'seed')::bigint AS seed, g.cancel_cause, g.created_at, g.queue_deadline_at, g.deadline_at, g.started_at,
+    g.finished_at, g.finish_reason, g.error_reason, g.error_message, g.cached_prompt_tokens, g.output_tokens
+"""
 _NO_ATTEMPT_LEFT = f"g.charged_attempts >= {MAX_CHARGED_ATTEMPTS} OR g.attempt >= {MAX_ATTEMPTS}"
 
 
 def _filled(statement: str) -> str:
     """The statement with the repeated parts in place; they are constants of this file."""
-    return statement.replace(":columns", _COLUMNS).replace(":now", _NOW).replace(":no_attempt_left", _NO_ATTEMPT_LEFT)
+    parts = {":columns": _COLUMNS, ":summary": _SUMMARY, ":now": _NOW, ":no_attempt_left": _NO_ATTEMPT_LEFT}
+    for name, part in parts.items():
+        statement = statement.replace(name, part)
+    return statement
 
 
 SUBMIT = _filled("""
@@ -207,20 +216,20 @@ WHERE generation_id = ANY(%(generation_ids)s::uuid[]) ORDER BY generation_id, fi
 """
 
 LIST_PAGE = _filled("""
-SELECT :columns FROM generations g
+SELECT :summary FROM generations g
 WHERE g.tenant_id = %(tenant_id)s AND (%(all_states)s OR g.state = ANY(%(states)s::text[]))
     AND g.generation_id < %(before)s::uuid
 ORDER BY g.generation_id DESC LIMIT %(limit)s
 """)
 
 QUEUED_PAGE = _filled("""
-SELECT :columns FROM generations g
+SELECT :summary FROM generations g
 WHERE g.state = 'QUEUED' AND g.generation_id > %(after)s::uuid AND g.queued_at <= :now - %(min_age)s::interval
 ORDER BY g.generation_id LIMIT %(limit)s
 """)
 
 OVERDUE_PAGE = _filled("""
-SELECT :columns, :now AS at FROM generations g
+SELECT g.generation_id, g.state, g.attempt, g.deadline_at, g.queue_deadline_at, :now AS at FROM generations g
 WHERE g.generation_id IN (
     SELECT d.generation_id FROM generations d
     WHERE d.state IN ('QUEUED', 'RUNNING') AND d.cancel_cause IS NULL AND d.deadline_at <= :now
@@ -235,7 +244,7 @@ ORDER BY g.generation_id
 """)
 
 QUEUED_TO_END_PAGE = _filled("""
-SELECT :columns FROM generations g
+SELECT :summary FROM generations g
 WHERE g.state = 'QUEUED' AND (g.cancel_cause IS NOT NULL OR :no_attempt_left) AND g.generation_id > %(after)s::uuid
 ORDER BY g.generation_id LIMIT %(limit)s
 """)
@@ -249,6 +258,11 @@ ORDER BY g.generation_id LIMIT %(limit)s
 
 RUNNING_OF_SESSIONS = _filled("""
 SELECT :columns FROM generations g
+WHERE g.state = 'RUNNING' AND g.session_id = ANY(%(session_ids)s::text[]) ORDER BY g.generation_id
+""")
+
+RUNNING_SUMMARIES = _filled("""
+SELECT :summary FROM generations g
 WHERE g.state = 'RUNNING' AND g.session_id = ANY(%(session_ids)s::text[]) ORDER BY g.generation_id
 """)
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from service_kit.ids import GenerationId, SessionId
-from state_store.model import AttemptOutcome, CancelCause, ModelKey, State
+from state_store.model import AttemptOutcome, CancelCause, GenerationSummary, ModelKey, State
 from state_store.ports import AttemptEnd, AttemptRef, GrantKind, RequeueKind
 from state_store.transitions import MAX_ATTEMPTS, MAX_CHARGED_ATTEMPTS
 from tests.support.generations import (
@@ -190,7 +190,9 @@ async def test_a_charge_that_arrives_after_the_requeue_stops_the_next_grant(stor
     assert await store.record_attempt_ends(ends) == [True] * 3
     [refused] = await store.grant_many([grant_request(record, session_id)])
     assert refused.kind is GrantKind.NOT_QUEUED
-    assert await store.cancelled_queued_page(after=None, limit=5) == [replace(record, charged_attempts=3)]
+    assert await store.cancelled_queued_page(after=None, limit=5) == [
+        GenerationSummary.of(replace(record, charged_attempts=3))
+    ]
 
 
 async def test_an_attempt_end_is_recorded_once_and_charges_once(store: Store) -> None:

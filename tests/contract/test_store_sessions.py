@@ -3,7 +3,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from service_kit.ids import SchedulerId, SessionId
-from state_store.model import CancelCause, SessionState, State
+from state_store.model import CancelCause, GenerationSummary, SessionState, State
 from state_store.ports import GrantKind, OpenKind, Renewal
 from tests.support.generations import (
     LEASE,
@@ -95,7 +95,7 @@ async def test_a_worker_heard_again_at_its_address_replaces_its_older_sessions(s
     assert first.requeued == (replace(records[0], state=State.QUEUED, session_id=None),)
     assert first.to_end == (replace(records[1], cancel_cause=CancelCause.CLIENT),)
     assert (second.requeued, second.to_end) == ((), ())
-    assert await store.running_of([newer.session_id]) == [own]
+    assert await store.running_of([newer.session_id]) == [GenerationSummary.of(own)]
     assert [session.session_id for session in await store.list_sessions()] == [newer.session_id]
     assert await store.lose_older(newer.session_id, 1, now=NOW) == []
 
@@ -148,7 +148,8 @@ async def test_a_lost_session_requeues_its_attempts_and_leaves_those_to_be_ended
     assert lost.requeued == requeued
     assert lost.to_end == (replace(records[1], cancel_cause=CancelCause.CLIENT),)
     assert await store.orphans(limit=5) == list(lost.to_end)
-    assert await store.running_of([session_id, bystander]) == [kept, *lost.to_end]
+    running = await store.running_of([session_id, bystander])
+    assert running == [GenerationSummary.of(record) for record in (kept, *lost.to_end)]
     assert [record.state for record in await store.list_sessions(include_over=True)].count(SessionState.LOST) == 1
 
 

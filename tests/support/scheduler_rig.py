@@ -15,7 +15,6 @@ from inference.internal.v1 import scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
 from scheduler.queue.memory import MemoryAdmissionQueue
 from scheduler.queue.port import AdmissionQueue
-from scheduler.reaper import Store
 from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.wiring import Clocks, Parts, build
 from service_kit.grpc_server import GrpcServer
@@ -25,6 +24,7 @@ from service_kit.sampling import SamplingParams
 from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import DeltaLogReader, DeltaLogWriter
 from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass
+from state_store.ports import Store
 
 MODEL_KEY = ModelKey(revision="r1", precision="fp32")
 TENANT = TenantId("tenant-a")

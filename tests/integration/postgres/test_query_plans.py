@@ -49,7 +49,7 @@ HOT = {
     "overdue_page": (statements.OVERDUE_PAGE, PAGE | NOW),
     "queued_to_end_page": (statements.QUEUED_TO_END_PAGE, PAGE),
     "grace_page": (statements.GRACE_PAGE, PAGE),
-    "running_of": (statements.RUNNING_OF_SESSIONS, {"session_ids": ["s"]}),
+    "running_of": (statements.RUNNING_SUMMARIES, {"session_ids": ["s"]}),
     "prune": (reads._PRUNE_REQUEST_KEYS, NOW | {"limit": 100}),
 }
 
