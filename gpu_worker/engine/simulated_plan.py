@@ -32,8 +32,9 @@ class SimulatedBatch:
     """Owner of the blocks and of the running set.
 
     A sequence is admitted when blocks for all its tokens are free and every running one could still take its next block.
-    A running one that finds no block preempts the running one of the largest rank, itself included; a waiting one
-    preempts only strictly lower classes, and nobody overtakes it. The first in rank therefore always gets on.
+    A running one that finds no block preempts the running one of the largest rank, itself included; a waiting one that
+    finds no block or no place in the batch preempts only strictly lower classes, and nobody overtakes it. The first in rank
+    therefore always gets on.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, max_running: int) -> None:
@@ -122,11 +123,8 @@ class SimulatedBatch:
 
     def _make_room(self, sequence: SimulatedSequence, preempted: set[str]) -> None:
         """Admits a waiting sequence, or gets a running one the blocks of its next tokens, if it can."""
-        if not sequence.is_running and self.num_running >= self._max_running:
-            return
         needed = self._num_missing_blocks(sequence)
-        reserve = 0 if sequence.is_running else self.num_running
-        while self.num_free_blocks < needed + reserve:
+        while not self._has_room(sequence, needed):
             victim = self._victim(sequence)
             if victim is None:
                 return
@@ -135,11 +133,15 @@ class SimulatedBatch:
             self.num_preempted += 1
             if victim is sequence:
                 return
-            reserve = 0 if sequence.is_running else self.num_running
         self.num_free_blocks -= needed
         sequence.num_blocks += needed
         if not sequence.is_running:
             self._admit(sequence)
+
+    def _has_room(self, sequence: SimulatedSequence, needed: int) -> bool:
+        if sequence.is_running:
+            return self.num_free_blocks >= needed
+        return self.num_running < self._max_running and self.num_free_blocks >= needed + self.num_running
 
     def _admit(self, sequence: SimulatedSequence) -> None:
         """What is cached need not be computed, but for the last token: its row gives the next one."""

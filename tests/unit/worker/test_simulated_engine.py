@@ -153,6 +153,27 @@ def test_lower_classes_wait_for_higher_ones(make_engine):
     assert first == "interactive"
 
 
+def test_a_higher_class_takes_the_place_of_the_last_of_a_lower_one_in_a_full_batch(make_engine):
+    engine = make_engine(max_running=2)
+    for each in (spec("old", priority=2), spec("new", priority=2)):
+        engine.add(each)
+    engine.step()
+    engine.add(spec("urgent", priority=0))
+    assert [output.sequence_id for output in engine.step().outputs] == ["urgent", "old"]
+    report = engine.load_report()
+    assert (report.num_preempted, report.num_waiting, report.largest_batch) == (1, 1, 2)
+    assert set(run(engine)) == {"old", "new", "urgent"}
+
+
+def test_nobody_takes_the_place_of_an_equal_in_a_full_batch(make_engine):
+    engine = make_engine(max_running=1)
+    engine.add(spec("first", priority=1))
+    engine.step()
+    engine.add(spec("second", priority=1))
+    assert [output.sequence_id for output in engine.step().outputs] == ["first"]
+    assert engine.load_report().num_preempted == 0
+
+
 def test_out_of_blocks_the_last_arrival_is_preempted_and_says_the_same_in_the_end(make_engine):
     alone = {
         f"s{index}": run(make_engine(), spec(f"s{index}", f"prompt {index}", max_output_tokens=40))
