@@ -26,8 +26,9 @@ from service_kit.grpc_server import GrpcServer
 from service_kit.ids import GatewayId, GenerationId
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogReader
-from state_store.ports import GenerationStore, KeyStore, SessionStore
+from state_store.ports import GenerationStore, SessionStore
 from state_store.quota.port import QuotaPort
+from state_store.tenant_store import KeyStore
 
 SERVICE_NAME = "inference.v1.InferenceService"
 _HEALTH_INTERVAL = timedelta(seconds=1)

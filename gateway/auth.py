@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from service_kit.api_key import PresentedKey, parse_api_key
 from service_kit.errors import UnauthenticatedError
-from state_store.ports import KeyStore
+from state_store.tenant_store import KeyStore
 from state_store.tenants import ApiKey
 
 _CACHE_TTL = timedelta(seconds=5)

@@ -16,4 +16,12 @@ class LogUnavailableError(UnavailableError):
 
 
 class UnknownTenantError(NotFoundError):
-    """A key for a tenant that does not exist."""
+    """There is no such tenant."""
+
+    default_reason = Reason.TENANT_NOT_FOUND
+
+
+class UnknownKeyError(NotFoundError):
+    """There is no such key, or it is over and the call needs one that is in force."""
+
+    default_reason = Reason.KEY_NOT_FOUND

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from service_kit.delta import Cursor, Delta
-from service_kit.ids import GenerationId, KeyId, RequestId, SessionId, TenantId
+from service_kit.ids import GenerationId, RequestId, SessionId, TenantId
 from state_store.model import (
     AttemptOutcome,
     AttemptRecord,
@@ -24,11 +24,9 @@ from state_store.model import (
     LedgerRow,
     NewGeneration,
     NewSession,
-    PriorityClass,
     SessionRecord,
     State,
 )
-from state_store.tenants import ApiKey, Tenant
 
 
 class SubmitKind(StrEnum):
@@ -292,27 +290,3 @@ class SessionStore(Protocol):
 
 class Store(GenerationStore, SessionStore, Protocol):
     """Both halves of the truth."""
-
-
-class KeyStore(Protocol):
-    """Tenants and their API keys."""
-
-    async def find_key(self, prefix: str) -> ApiKey | None: ...
-
-    async def create_tenant(
-        self,
-        tenant_id: TenantId,
-        *,
-        name: str,
-        weight: float = 1.0,
-        max_class: PriorityClass = PriorityClass.INTERACTIVE,
-    ) -> Tenant:
-        """Creates the tenant, or returns the one that has the id."""
-
-    async def create_key(
-        self, key_id: KeyId, tenant_id: TenantId, *, prefix: str, key_hash: bytes, expires_at: datetime | None = None
-    ) -> ApiKey:
-        """Creates the key, or returns the one that has the id. Raises UnknownTenantError, and AlreadyExistsError when
-        another key has the prefix."""
-
-    async def revoke_key(self, key_id: KeyId, *, now: datetime | None = None) -> bool: ...

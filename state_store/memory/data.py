@@ -15,7 +15,7 @@ from state_store.model import (
     SessionRecord,
     State,
 )
-from state_store.tenants import ApiKey, Tenant
+from state_store.tenants import ApiKey, AuditEntry, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,7 @@ class MemoryData:
     sessions: dict[SessionId, SessionRecord] = field(default_factory=dict)
     tenants: dict[TenantId, Tenant] = field(default_factory=dict)
     keys: dict[KeyId, ApiKey] = field(default_factory=dict)
+    audit: list[AuditEntry] = field(default_factory=list)
 
 
 def system_clock() -> datetime:

@@ -24,7 +24,6 @@ from state_store.model import (
     SessionState,
     State,
 )
-from state_store.tenants import ApiKey, Tenant
 
 Row = Mapping[str, Any]
 _SIGN_BIT = 1 << 63
@@ -249,28 +248,4 @@ def dead_letter(row: Row) -> DeadLetter:
         attempts=row["attempts"],
         worker_ids=tuple(row["worker_ids"]),
         created_at=row["created_at"],
-    )
-
-
-def tenant(row: Row) -> Tenant:
-    return Tenant(
-        tenant_id=row["tenant_id"],
-        name=row["name"],
-        weight=row["weight"],
-        max_class=PriorityClass(row["max_class"]),
-        disabled_at=row["disabled_at"],
-    )
-
-
-def api_key(row: Row) -> ApiKey:
-    """From a join of api_keys and tenants."""
-    return ApiKey(
-        key_id=row["key_id"],
-        tenant=tenant(row),
-        prefix=row["prefix"],
-        key_hash=row["key_hash"],
-        is_admin=row["is_admin"],
-        created_at=row["created_at"],
-        expires_at=row["expires_at"],
-        revoked_at=row["revoked_at"],
     )

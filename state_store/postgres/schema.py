@@ -12,6 +12,7 @@ from sqlalchemy import (
     DateTime,
     Double,
     ForeignKey,
+    Identity,
     Index,
     Integer,
     Interval,
@@ -24,6 +25,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB, UUID
+from sqlalchemy.schema import SchemaItem
 
 metadata = MetaData(
     naming_convention={
@@ -39,6 +41,7 @@ PARTITIONED_TABLES = ("generations", "attempts", "chunks")
 _BY_ID = "RANGE (generation_id)"
 _LIVE = "state IN ('QUEUED', 'RUNNING')"
 _CLASSES = "('INTERACTIVE', 'STANDARD', 'BATCH')"
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "tokens_per_day", "tokens_per_month")
 _FINAL_STATES = "('SUCCEEDED', 'FAILED', 'CANCELLED', 'EXPIRED')"
 
 
@@ -48,6 +51,12 @@ def _time(name: str, *, nullable: bool = False) -> Column[object]:
 
 def _generation_id(name: str = "generation_id", *, nullable: bool = False) -> Column[object]:
     return Column(name, UUID(as_uuid=True), nullable=nullable)
+
+
+def _limits() -> list[SchemaItem]:
+    """Columns and their check: the same for a tenant and for a key."""
+    columns = [Column(name, BigInteger, comment="null: unlimited") for name in _LIMITS]
+    return [*columns, CheckConstraint(" AND ".join(f"{name} >= 1" for name in _LIMITS), name="limits")]
 
 
 generations = Table(
@@ -211,20 +220,22 @@ worker_sessions = Table(
 tenants = Table(
     "tenants",
     metadata,
-    Column("tenant_id", Text, nullable=False),
+    Column("tenant_id", Text(collation="C"), nullable=False),
     Column("name", Text, nullable=False),
     Column("weight", Double, nullable=False),
     Column("max_class", Text, nullable=False),
     _time("disabled_at", nullable=True),
+    Column("allowed_models", ARRAY(Text), comment="null: all"),
+    *_limits(),
     PrimaryKeyConstraint("tenant_id"),
-    CheckConstraint("weight > 0", name="weight"),
+    CheckConstraint("weight BETWEEN 0.001 AND 1000", name="weight"),
     CheckConstraint(f"max_class IN {_CLASSES}", name="max_class"),
 )
 
 api_keys = Table(
     "api_keys",
     metadata,
-    Column("key_id", Text, nullable=False),
+    Column("key_id", Text(collation="C"), nullable=False),
     Column("tenant_id", Text, ForeignKey("tenants.tenant_id"), nullable=False),
     Column("prefix", Text, nullable=False),
     Column("key_hash", LargeBinary, nullable=False),
@@ -232,8 +243,26 @@ api_keys = Table(
     _time("created_at"),
     _time("expires_at", nullable=True),
     _time("revoked_at", nullable=True),
+    Column("name", Text, nullable=False, server_default=text("''")),
+    *_limits(),
     PrimaryKeyConstraint("key_id"),
     UniqueConstraint("prefix"),
+    Index("api_keys_created_at_idx", "created_at", "key_id"),
+    Index("api_keys_tenant_idx", "tenant_id", "created_at", "key_id"),
+)
+
+admin_audit = Table(
+    "admin_audit",
+    metadata,
+    Column("audit_id", BigInteger, Identity(always=True), nullable=False),
+    _time("at"),
+    Column("actor", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("target", Text, nullable=False),
+    Column("details", JSONB, nullable=False),
+    PrimaryKeyConstraint("audit_id"),
+    CheckConstraint("jsonb_typeof(details) = 'object'", name="details"),
+    Index("admin_audit_target_idx", "target", "audit_id"),
 )
 
 usage_ledger = Table(
@@ -252,6 +281,7 @@ usage_ledger = Table(
     PrimaryKeyConstraint("generation_id"),
     CheckConstraint(f"state IN {_FINAL_STATES}", name="state"),
     Index("usage_ledger_tenant_idx", "tenant_id", "finished_at"),
+    Index("usage_ledger_finished_at_idx", "finished_at"),
 )
 
 dead_letters = Table(

@@ -44,6 +44,7 @@ from state_store.ports import (
     SubmitKind,
 )
 from state_store.quota.port import PermissiveQuota, QuotaPort
+from tests.support.tenants import add_tenant, store_key
 from tests.support.tiny_models import make_simulated_model
 
 SCHEDULER_SERVICE = "inference.internal.v1.SchedulerService"
@@ -264,14 +265,8 @@ async def add_key(
 ) -> str:
     """A new tenant (or a known one) with a new key; returns the key's text."""
     text, presented = mint_api_key()
-    await store.create_tenant(TenantId(tenant), name=tenant, max_class=max_class)
-    await store.create_key(
-        KeyId(f"key-{presented.prefix}"),
-        TenantId(tenant),
-        prefix=presented.prefix,
-        key_hash=presented.key_hash,
-        expires_at=expires_at,
-    )
+    await add_tenant(store, tenant, max_class=max_class)
+    await store_key(store, tenant, presented, expires_at=expires_at)
     return text
 
 

@@ -8,7 +8,8 @@ from service_kit.delta import Cursor, Delta, TokenLogprob, make_delta
 from service_kit.ids import KeyId, RequestId, SchedulerId, SessionId, TenantId, new_generation_id, new_session_id
 from service_kit.sampling import FinishReason, SamplingParams
 from state_store.model import Finish, GenerationRecord, ModelKey, NewGeneration, NewSession, PriorityClass, State
-from state_store.ports import AttemptRef, GenerationStore, GrantKind, GrantRequest, KeyStore, SessionStore, SubmitKind
+from state_store.ports import AttemptRef, GenerationStore, GrantKind, GrantRequest, SessionStore, SubmitKind
+from state_store.tenant_store import TenantStore, UsageStore
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 LEASE = timedelta(seconds=5)
@@ -16,7 +17,7 @@ TENANT = TenantId("tenant-a")
 MODEL_KEY = ModelKey(revision="revision-1", precision="fp32")
 
 
-class Store(GenerationStore, SessionStore, KeyStore, Protocol):
+class Store(GenerationStore, SessionStore, TenantStore, UsageStore, Protocol):
     """What both adapters are."""
 
 

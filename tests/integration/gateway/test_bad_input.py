@@ -267,7 +267,7 @@ async def test_every_call_needs_a_valid_key(gateway: GatewayRig, name: str, requ
     store = gateway.scheduler.store
     expired = await add_key(store, "late", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     revoked = await add_key(store, "gone")
-    await store.revoke_key(KeyId(f"key-{revoked.split('-')[2]}"))
+    await store.revoke_key(KeyId(f"key-{revoked.split('-')[2]}"), actor="operator:test")
     other_secret = "-".join([*gateway.key.split("-")[:3], "x" * 43])
     wrong: list[tuple[tuple[str, str], ...]] = [
         (),

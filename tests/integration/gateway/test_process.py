@@ -18,13 +18,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from inference.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from service_kit.api_key import mint_api_key
 from service_kit.grpc_client import open_channel
-from service_kit.ids import KeyId, TenantId
 from service_kit.rpc_status import parse_rpc_error
 from sluice.local.postgres import LocalPostgres
 from sluice.local.valkey import LocalValkey
 from state_store.postgres.migrate import upgrade
 from state_store.postgres.store import PostgresStore
 from tests.support.gateway import bearer
+from tests.support.tenants import add_tenant, store_key
 from tests.support.tiny_models import make_simulated_model
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -71,8 +71,8 @@ async def make_key(dsn: str) -> str:
     text, presented = mint_api_key()
     store = PostgresStore(dsn)
     await store.open()
-    await store.create_tenant(TenantId("t"), name="t")
-    await store.create_key(KeyId("k"), TenantId("t"), prefix=presented.prefix, key_hash=presented.key_hash)
+    await add_tenant(store, "t")
+    await store_key(store, "t", presented, key_id="k")
     await store.close()
     return text
 
@@ -88,6 +88,7 @@ async def test_a_process_waits_for_its_schema_serves_and_ends_on_sigterm(
         "SLUICE_REDIS_URL": valkey_server.url,
         "SLUICE_GATEWAY_LISTEN": f"127.0.0.1:{port}",
         "SLUICE_SCHEDULERS": f"127.0.0.1:{free_port()}",
+        "SLUICE_INTERNAL_TOKEN": "token",
         "SLUICE_MODELS_DIR": str(tmp_path / "models"),
         "SLUICE_TRACE_DIR": str(tmp_path / "traces"),
     }
@@ -136,6 +137,7 @@ async def test_a_process_whose_dependencies_never_come_up_says_so_and_ends(tmp_p
         "SLUICE_REDIS_URL": f"redis://127.0.0.1:{free_port()}/0",
         "SLUICE_GATEWAY_LISTEN": f"127.0.0.1:{free_port()}",
         "SLUICE_SCHEDULERS": "127.0.0.1:1",
+        "SLUICE_INTERNAL_TOKEN": "token",
         "SLUICE_MODELS_DIR": str(tmp_path),
         "SLUICE_START_TIMEOUT_S": "1",
     }

@@ -41,5 +41,5 @@ async def test_a_stored_key_is_kept_while_it_is_in_force_and_replaced_otherwise(
     assert presented is not None
     known = await store.find_key(presented.prefix)
     assert known is not None
-    await store.revoke_key(known.key_id)
+    await store.revoke_key(known.key_id, actor="operator:test")
     assert await keep_or_create_key(store, first, TENANT) != first

@@ -6,10 +6,11 @@ import pytest
 from gateway.auth import Authenticator
 from service_kit.api_key import mint_api_key, parse_api_key
 from service_kit.errors import UnauthenticatedError
-from service_kit.ids import KeyId, TenantId
+from service_kit.ids import KeyId
 from state_store.errors import StoreUnavailableError
 from state_store.memory.store import MemoryStore
 from state_store.tenants import ApiKey
+from tests.support.tenants import add_tenant, store_key
 
 
 class CountingStore(MemoryStore):
@@ -40,14 +41,9 @@ async def rig(expires_in: timedelta | None = None) -> tuple[CountingStore, Authe
     store, clock = CountingStore(), Clock()
     text, presented = mint_api_key()
     key_id = KeyId("k")
-    await store.create_tenant(TenantId("t"), name="t")
-    await store.create_key(
-        key_id,
-        TenantId("t"),
-        prefix=presented.prefix,
-        key_hash=presented.key_hash,
-        expires_at=clock.now + expires_in if expires_in else None,
-    )
+    await add_tenant(store, "t")
+    expires_at = clock.now + expires_in if expires_in else None
+    await store_key(store, "t", presented, key_id=key_id, expires_at=expires_at)
     return store, Authenticator(store, now=clock), clock, text, key_id
 
 
@@ -79,7 +75,7 @@ async def test_calls_that_come_at_once_share_one_lookup_even_when_one_leaves() -
 async def test_a_revoked_key_lives_for_at_most_five_seconds() -> None:
     store, authenticator, clock, text, key_id = await rig()
     await authenticator.authenticate(metadata(text))
-    await store.revoke_key(key_id)
+    await store.revoke_key(key_id, actor="operator:test")
     clock.now += timedelta(seconds=5)
     with pytest.raises(UnauthenticatedError):
         await authenticator.authenticate(metadata(text))
