@@ -41,7 +41,7 @@ RUN pip install --quiet "$(ls /wheels/*.whl)[scheduler,otlp]"
 USER sluice
 ENV SLUICE_SCHEDULER_LISTEN=0.0.0.0:7201
 EXPOSE 7201
-HEALTHCHECK --start-period=60s CMD ["python", "-m", "service_kit.health_probe", "127.0.0.1:7201"]
+HEALTHCHECK --start-period=60s CMD ["python", "-m", "service_kit.health_probe", "--internal", "127.0.0.1:7201"]
 CMD ["python", "-m", "scheduler"]
 
 FROM base AS gpu_worker
@@ -54,7 +54,7 @@ RUN pip install --quiet "$(ls /wheels/*.whl)[gpu-worker,otlp]"
 USER sluice
 ENV SLUICE_WORKER_LISTEN=0.0.0.0:7301
 EXPOSE 7301
-HEALTHCHECK --start-period=120s CMD ["python", "-m", "service_kit.health_probe", "127.0.0.1:7301"]
+HEALTHCHECK --start-period=120s CMD ["python", "-m", "service_kit.health_probe", "--internal", "127.0.0.1:7301"]
 CMD ["python", "-m", "gpu_worker"]
 
 # One-shot work: `sluice models pull`, `sluice keys create`, `sluice generate`.

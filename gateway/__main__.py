@@ -11,8 +11,10 @@ from gateway.app import GatewayApp
 from gateway.config import GatewayConfig, TokenizationLimits
 from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.ids import GatewayId
+from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat, configure_logging, get_logger
 from service_kit.telemetry import setup_tracing
+from service_kit.tls import ServerTls
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.postgres.store import PostgresStore
@@ -35,7 +37,8 @@ def read_config(environment: Environment) -> GatewayConfig:
         otlp_endpoint=environment.optional_text("OTEL_EXPORTER_OTLP_ENDPOINT"),
         log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", _LOG_LEVELS),
         log_format=environment.choice("SLUICE_LOG_FORMAT", "json", tuple(LogFormat)),
-        internal_token=environment.optional_text("SLUICE_INTERNAL_TOKEN"),
+        access=InternalAccess.from_environment(environment),
+        tls=ServerTls.from_environment(environment),
         crash_file=environment.optional_path("SLUICE_CRASH_FILE"),
         drain=environment.seconds("SLUICE_DRAIN_S", timedelta(seconds=20), minimum=timedelta(0), maximum=_MAX_DRAIN),
         start_timeout=environment.seconds(

@@ -63,7 +63,7 @@ class GatewayApp:
         self.registry = ModelRegistry(config.models_dir)
         self._pool = TokenizationPool(config.tokenization)
         self.hub = StreamHub(gateway_id=gateway_id, log=log, store=generations, limits=config.streams, clock=clock)
-        self._scheduler = SchedulerClient(config.schedulers, internal_token=config.internal_token)
+        self._scheduler = SchedulerClient(config.schedulers, access=config.access)
         encoder = PromptEncoder(self._pool, max_prompt_bytes=config.tokenization.max_prompt_bytes)
         submitter = Submitter(
             scheduler=self._scheduler, quota=quota, store=generations, crash_points=CrashPoints(config.crash_file)
@@ -92,6 +92,7 @@ class GatewayApp:
             services={
                 SERVICE_NAME: lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
             },
+            tls=config.tls,
         )
         self._background: list[asyncio.Task[None]] = []
 

@@ -2,6 +2,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from service_kit.internal_access import InternalAccess
+from service_kit.tls import ServerTls
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
@@ -46,7 +49,8 @@ class GatewayConfig:
     otlp_endpoint: str | None = None
     log_level: str = "INFO"
     log_format: str = "json"
-    internal_token: str | None = field(default=None, repr=False)
+    access: InternalAccess = field(default_factory=InternalAccess)
+    tls: ServerTls | None = None
     drain: timedelta = timedelta(seconds=20)
     start_timeout: timedelta = timedelta(seconds=60)
     models_rescan: timedelta = timedelta(seconds=5)

@@ -9,6 +9,7 @@ import grpc
 from inference.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
 from service_kit.errors import Reason, UnavailableError
 from service_kit.grpc_client import open_channel
+from service_kit.internal_access import InternalAccess
 from service_kit.logging import get_logger
 from service_kit.rpc_status import parse_rpc_error, to_error
 
@@ -28,9 +29,11 @@ class SchedulerClient:
     is simply repeated at the next replica.
     """
 
-    def __init__(self, targets: Sequence[str], *, internal_token: str | None = None) -> None:
+    def __init__(self, targets: Sequence[str], *, access: InternalAccess) -> None:
         self._targets = tuple(targets)
-        self._channels = [open_channel(target, internal_token=internal_token) for target in targets]
+        self._channels = [
+            open_channel(target, internal_token=access.token, tls=access.client_tls) for target in targets
+        ]
         self._stubs: list[Any] = [scheduler_pb2_grpc.SchedulerServiceStub(channel) for channel in self._channels]
         self._preferred = 0
 

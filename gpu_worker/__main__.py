@@ -19,7 +19,7 @@ from gpu_worker.tasks import run_until_first
 from gpu_worker.tracing import record_attempt
 from gpu_worker.worker import Worker, WorkerTimes, report_readiness
 from inference.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
-from service_kit.environment import Environment
+from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.grpc_client import open_channel
 from service_kit.grpc_server import GrpcServer, ServerLimits
 from service_kit.logging import configure_logging, get_logger
@@ -60,10 +60,16 @@ async def serve(config: WorkerConfig) -> None:
             clock=time.monotonic,
             on_finish=record_attempt,
         )
-        servicer = WorkerServicer(current_session=lambda: worker.session, internal_token=config.internal_token)
+        servicer = WorkerServicer(current_session=lambda: worker.session)
         register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)
         limits = ServerLimits(max_request_bytes=_MAX_REQUEST_BYTES)
-        server = GrpcServer(listen=config.listen, services={_SERVICE_NAME: register}, limits=limits)
+        server = GrpcServer(
+            listen=config.listen,
+            services={_SERVICE_NAME: register},
+            limits=limits,
+            authorize=config.access.authorize,
+            tls=config.access.server_tls,
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.drain)
         try:
@@ -92,7 +98,10 @@ async def _wait_for_model(directory: Path, patience: timedelta, stop: asyncio.Ev
 @asynccontextmanager
 async def _open_schedulers(config: WorkerConfig) -> AsyncIterator[list[SchedulerTarget]]:
     """The configured replicas, each with its channel."""
-    channels = [open_channel(address, internal_token=config.internal_token) for address in config.schedulers]
+    access = config.access
+    channels = [
+        open_channel(address, internal_token=access.token, tls=access.client_tls) for address in config.schedulers
+    ]
     try:
         yield [
             SchedulerTarget(address=address, announce=scheduler_pb2_grpc.SchedulerServiceStub(channel).AnnounceWorker)
@@ -114,8 +123,12 @@ def _thread_waiting() -> dict[str, str]:
 
 
 def main() -> int:
-    """Exit code 1 when there is no model or the engine cannot start; the log says why."""
-    config = WorkerConfig.from_environment(Environment(os.environ))
+    """Exit code 2 for a configuration that cannot work, 1 when there is no model or the engine cannot start; the log says why."""
+    try:
+        config = WorkerConfig.from_environment(Environment(os.environ))
+    except EnvironmentVariableError as error:
+        sys.stderr.write(f"gpu_worker: {error}\n")
+        return 2
     configure_logging(service="gpu_worker", level=config.log_level, log_format=config.log_format)
     tracing = setup_tracing(service_name="gpu_worker", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
     try:

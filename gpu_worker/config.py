@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from service_kit.environment import Environment, EnvironmentVariableError
+from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat
 
 SIMULATED_PRECISION = "sim"
@@ -27,7 +28,7 @@ class WorkerConfig:
     model_directory: Path
     engine: str
     engine_settings: dict[str, Any] = field(default_factory=dict)
-    internal_token: str | None
+    access: InternalAccess
     start: timedelta
     drain: timedelta
     hang: timedelta
@@ -50,7 +51,7 @@ class WorkerConfig:
             model_directory=environment.path("SLUICE_MODEL_DIR"),
             engine=environment.choice("SLUICE_ENGINE", "auto", _ENGINES),
             engine_settings=_read_settings(environment),
-            internal_token=environment.optional_text("SLUICE_INTERNAL_TOKEN"),
+            access=InternalAccess.from_environment(environment),
             start=environment.seconds("SLUICE_ENGINE_START_S", timedelta(minutes=10), minimum=second, maximum=hour),
             drain=environment.seconds("SLUICE_DRAIN_S", timedelta(seconds=20), minimum=timedelta(0), maximum=hour),
             hang=environment.seconds("SLUICE_ENGINE_HANG_S", timedelta(seconds=10), minimum=second, maximum=hour),

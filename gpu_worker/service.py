@@ -13,7 +13,6 @@ from gpu_worker.tasks import run_until_first
 from inference.internal.v1 import worker_pb2, worker_pb2_grpc
 from service_kit.errors import AbortedError, InvalidArgumentError, UnavailableError
 from service_kit.ids import SchedulerId, SessionId
-from service_kit.internal_auth import InternalAuth
 
 _OPEN_TIMEOUT = timedelta(seconds=2)
 
@@ -21,15 +20,11 @@ _OPEN_TIMEOUT = timedelta(seconds=2)
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves the session that is current when a stream opens."""
 
-    def __init__(
-        self, *, current_session: Callable[[], WorkerSession | None], internal_token: str | None = None
-    ) -> None:
+    def __init__(self, *, current_session: Callable[[], WorkerSession | None]) -> None:
         self._current_session = current_session
-        self._auth = InternalAuth(internal_token)
 
     async def Session(self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Any) -> None:  # type: ignore[override]  # noqa: N802 - named by the proto
         """Raises SluiceErrors; returns when the stream ends in good order."""
-        self._auth.check(context)
         requests = aiter(request_iterator)
         opening = await _read_open(requests)
         session = self._current_session()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,7 +14,7 @@ from scheduler.loops import every
 from scheduler.queue.redis_queue import RedisAdmissionQueue
 from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.wiring import build
-from service_kit.environment import Environment
+from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.grpc_server import GrpcServer
 from service_kit.logging import configure_logging, get_logger
 from service_kit.telemetry import setup_tracing
@@ -49,7 +50,12 @@ async def serve(config: SchedulerConfig) -> None:
     queue = RedisAdmissionQueue(redis)
     parts = build(config, store=store, log=RedisDeltaLog(redis), queue=queue, hints=RedisCancelHints(redis))
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
-    server = GrpcServer(listen=config.listen, services={"inference.internal.v1.SchedulerService": register})
+    server = GrpcServer(
+        listen=config.listen,
+        services={"inference.internal.v1.SchedulerService": register},
+        authorize=config.access.authorize,
+        tls=config.access.server_tls,
+    )
     try:
         async with asyncio.TaskGroup() as tasks:
             loops = [
@@ -100,15 +106,21 @@ async def _create_partitions(dsn: str) -> None:
         _log.info("partitions_created", count=len(created))
 
 
-def main() -> None:
-    config = SchedulerConfig.from_environment(Environment(os.environ))
+def main() -> int:
+    """Exit code 2 for a configuration that cannot work."""
+    try:
+        config = SchedulerConfig.from_environment(Environment(os.environ))
+    except EnvironmentVariableError as error:
+        sys.stderr.write(f"scheduler: {error}\n")
+        return 2
     configure_logging(service="scheduler", level=config.log_level, log_format=config.log_format)
     tracing = setup_tracing(service_name="scheduler", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
     try:
         asyncio.run(serve(config))
     finally:
         tracing.shutdown()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from service_kit.environment import Environment
+from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat
 
 
@@ -16,7 +17,7 @@ class SchedulerConfig:
     scheduler_id: str | None
     postgres_dsn: str
     redis_url: str
-    internal_token: str | None
+    access: InternalAccess
     lease: timedelta
     drain: timedelta
     trace_dir: Path | None
@@ -35,7 +36,7 @@ class SchedulerConfig:
             scheduler_id=environment.optional_text("SLUICE_SCHEDULER_ID"),
             postgres_dsn=environment.text("SLUICE_POSTGRES_DSN"),
             redis_url=environment.text("SLUICE_REDIS_URL"),
-            internal_token=environment.optional_text("SLUICE_INTERNAL_TOKEN"),
+            access=InternalAccess.from_environment(environment),
             lease=environment.seconds(
                 "SLUICE_LEASE_S", timedelta(seconds=5), minimum=timedelta(seconds=1), maximum=timedelta(minutes=5)
             ),

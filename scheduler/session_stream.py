@@ -9,6 +9,7 @@ import grpc
 
 from inference.internal.v1 import worker_pb2, worker_pb2_grpc
 from service_kit.grpc_client import open_channel, outgoing_metadata
+from service_kit.internal_access import InternalAccess
 from service_kit.logging import get_logger
 
 _log = get_logger()
@@ -31,9 +32,9 @@ class StreamEnd(StrEnum):
 class SessionStream:
     """One attempt to talk to a worker. `run` opens the stream and hands every response to `on_response`, in order."""
 
-    def __init__(self, address: str, opening: worker_pb2.Open, *, internal_token: str | None) -> None:
+    def __init__(self, address: str, opening: worker_pb2.Open, *, access: InternalAccess) -> None:
         self._address = address
-        self._internal_token = internal_token
+        self._access = access
         self._outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue(MAX_OUTBOX)
         self._outbox.put_nowait(worker_pb2.SessionRequest(open=opening))
         self._is_overrun = asyncio.Event()
@@ -47,10 +48,14 @@ class SessionStream:
 
     async def run(self, on_response: Callable[[worker_pb2.SessionResponse], Awaitable[None]]) -> StreamEnd:
         """Runs until the stream ends. What `on_response` raises ends it and is raised."""
-        channel = open_channel(self._address, internal_token=self._internal_token)
+        try:
+            channel = open_channel(self._address, internal_token=self._access.token, tls=self._access.client_tls)
+        except OSError as error:  # certificates that are being replaced; the session is announced again
+            _log.warning("certificate_not_read", address=self._address, error=str(error))
+            return StreamEnd.BROKEN
         try:
             stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-            call = stub.Session(metadata=outgoing_metadata(self._internal_token))
+            call = stub.Session(metadata=outgoing_metadata(self._access.token))
             tasks = [
                 asyncio.create_task(self._read(call, on_response)),
                 asyncio.create_task(self._write(call)),

@@ -21,7 +21,6 @@ from scheduler.session_registry import SessionRegistry
 from scheduler.worker_session import Surroundings, WorkerSession
 from service_kit.crash_point import CrashPoints
 from service_kit.ids import SchedulerId
-from service_kit.internal_auth import InternalAuth
 from state_store.delta_log.port import DeltaLogWriter
 from state_store.model import NewSession
 from state_store.ports import Store
@@ -82,7 +81,7 @@ def build(
         coordinator=coordinator,
         assignments=assignments,
         clock=clocks.monotonic_s,
-        internal_token=config.internal_token,
+        access=config.access,
         on_room=on_room,
         shares_prefixes=config.shares_prefixes,
     )
@@ -122,7 +121,6 @@ def build(
         admission=admission,
         cancellation=cancellation,
         registry=registry,
-        auth=InternalAuth(config.internal_token),
     )
     return Parts(
         servicer=servicer,

@@ -17,6 +17,7 @@ from scheduler.policy import Capacity, prefix_salt
 from scheduler.retry import until_available
 from scheduler.session_load import PrefixSet, SessionLoad
 from scheduler.session_stream import SessionStream, StreamEnd
+from service_kit.internal_access import InternalAccess
 from service_kit.logging import get_logger
 from service_kit.telemetry import context_from_traceparent, current_traceparent, tracer
 from state_store.model import GenerationRecord, NewSession, State
@@ -44,7 +45,7 @@ class Surroundings:
     coordinator: Coordinator
     assignments: Assignments
     clock: Callable[[], float]
-    internal_token: str | None
+    access: InternalAccess
     on_room: Callable[[], None]
     """Called when a session may have room again."""
     shares_prefixes: bool = False
@@ -76,17 +77,21 @@ class WorkerSession:
 
     def capacity(self) -> Capacity:
         return Capacity(
+            session_id=self.session.session_id,
             max_running=self.session.max_running,
-            num_outstanding=len(self.table),
+            num_outstanding=self.table.num_outstanding(),
             room_blocks=self.load.room_blocks,
+            num_blocks=self.session.num_blocks,
             block_size=self.session.block_size,
             unseen_tokens=self.table.unseen_tokens(),
             is_draining=not self.is_ready or self.load.is_draining,
             has_suspect=self.table.has_suspect(),
         )
 
-    def expect(self, record: GenerationRecord, *, output_tokens: int = 0) -> None:
-        """From the commit of the grant on, the worker must name this attempt in time."""
+    def expect(self, record: GenerationRecord, *, context_tokens: int | None = None, cached_tokens: int = 0) -> None:
+        """From the commit of the grant on, the worker must name this attempt in time. `context_tokens` is what it needs at
+        once, `cached_tokens` what of this the worker probably has."""
+        context_tokens = record.num_prompt_tokens + 1 if context_tokens is None else context_tokens
         span = tracer().start_span(
             "scheduler.attempt",
             context=context_from_traceparent(record.traceparent),
@@ -95,7 +100,8 @@ class WorkerSession:
         self.table.expect(
             ExpectedAttempt(
                 record=record,
-                context_tokens=record.num_prompt_tokens + output_tokens + 1,
+                context_tokens=context_tokens,
+                tokens_to_fill=context_tokens - cached_tokens,
                 expected_since_s=self._around.clock(),
                 span=span,
                 is_cancel_wanted=record.cancel_cause is not None,
@@ -166,7 +172,7 @@ class WorkerSession:
                 owner_epoch=self.owner_epoch,
                 scheduler_id=self.session.scheduler_id,
             )
-            self._stream = SessionStream(self.session.address, opening, internal_token=self._around.internal_token)
+            self._stream = SessionStream(self.session.address, opening, access=self._around.access)
             end = await self._stream.run(self._on_response)
             was_ready, self.is_ready = self.is_ready, False
             if was_ready:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import grpc
 
 from service_kit.telemetry import current_traceparent
+from service_kit.tls import ClientTls
 
 MAX_INTERNAL_MESSAGE_BYTES = 64 << 20
 INTERNAL_TOKEN_KEY = "x-sluice-internal-token"  # noqa: S105 - the name of the entry, not its value
@@ -76,7 +77,13 @@ class _UnaryStreamMetadata(_MetadataInterceptor, grpc.aio.UnaryStreamClientInter
         return await continuation(self._extend(client_call_details), request)
 
 
-def open_channel(target: str, *, internal_token: str | None = None) -> grpc.aio.Channel:
-    """A channel to `target` ("host:port" or "unix:path"). It connects lazily; the caller closes it."""
+def open_channel(target: str, *, internal_token: str | None = None, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel to `target` ("host:port" or "unix:path"), plain without `tls`. It connects lazily; the caller closes it.
+
+    Raises OSError when the files of `tls` cannot be read.
+    """
     interceptors: list[Any] = [_UnaryUnaryMetadata(internal_token), _UnaryStreamMetadata(internal_token)]
-    return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS, interceptors=interceptors)
+    options = (*_CHANNEL_OPTIONS, *tls.options())
+    return grpc.aio.secure_channel(target, tls.credentials(), options=options, interceptors=interceptors)

@@ -15,9 +15,11 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry import context as otel_context
 
 from service_kit.errors import InternalError, InvalidArgumentError, SluiceError, UnavailableError
+from service_kit.gate import Authorize, Gate
 from service_kit.logging import get_logger
 from service_kit.rpc_status import parse_rpc_error, to_error, to_grpc_status
 from service_kit.telemetry import context_from_traceparent
+from service_kit.tls import ServerTls
 
 OVERALL = ""
 """Name under which the health service answers for the whole process."""
@@ -63,12 +65,19 @@ class GrpcServer:
         listen: str,
         services: Mapping[str, Callable[[grpc.aio.Server], None]],
         limits: ServerLimits | None = None,
+        authorize: Authorize | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
-        """`services`: what registers a servicer, by the service's full name. `listen`: "host:port" or "unix:path"."""
+        """`services`: what registers a servicer, by the service's full name. `listen`: "host:port" or "unix:path".
+
+        `authorize` is asked before every call of every service, reflection included, health excluded. `tls` None: plain.
+        """
         self._listen = listen
+        self._tls = tls
         self._service_names = tuple(services)
+        self._gate = Gate(authorize)
         self._server = grpc.aio.server(
-            interceptors=[HandlerInterceptor()], options=(limits or ServerLimits()).options()
+            interceptors=[HandlerInterceptor(self._gate)], options=(limits or ServerLimits()).options()
         )
         for register in services.values():
             register(self._server)
@@ -80,10 +89,18 @@ class GrpcServer:
         )
         self._is_stopped = False
 
+    @property
+    def num_refused(self) -> int:
+        """Calls that were not authorized."""
+        return self._gate.num_refused
+
     async def start(self) -> int:
-        """Listens; returns the port. Raises RuntimeError when the address cannot be bound."""
+        """Listens; returns the port. Raises RuntimeError when the address cannot be bound, OSError for bad TLS files."""
         await self.set_serving(is_serving=False)
-        port = self._server.add_insecure_port(self._listen)
+        if self._tls is None:
+            port = self._server.add_insecure_port(self._listen)
+        else:
+            port = self._server.add_secure_port(self._listen, self._tls.credentials())
         await self._server.start()
         return port
 
@@ -104,20 +121,26 @@ class GrpcServer:
 
 
 class HandlerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Runs every handler in the caller's trace context and turns what it raises into a rich status.
+    """Asks the gate, runs every handler in the caller's trace context, and turns what it raises into a rich status.
 
     A SluiceError becomes its status; anything else is logged and becomes INTERNAL with a request id. A CancelledError
     that did not come from cancelling this call (an awaited task was cancelled) would send the client nothing: it becomes
     UNAVAILABLE.
     """
 
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any]"]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
-        handler: Any = await continuation(handler_call_details)
         method: str = handler_call_details.method
+        refusal = self._gate.find_refusal(handler_call_details)
+        if refusal is not None:
+            return _refuse_all(refusal, method)
+        handler: Any = await continuation(handler_call_details)
         if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED
             return cast("grpc.RpcMethodHandler[Any, Any]", handler)
         if handler.request_streaming and handler.response_streaming:
@@ -135,6 +158,16 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             response_serializer=handler.response_serializer,
         )
         return wrapped
+
+
+def _refuse_all(refusal: SluiceError, method: str) -> "grpc.RpcMethodHandler[Any, Any]":
+    """A handler for any kind of method, known or not: it reads nothing and answers with the status."""
+
+    async def refuse(requests: Any, context: Any) -> None:
+        del requests
+        await _fail(refusal, context, method)
+
+    return grpc.stream_stream_rpc_method_handler(cast("Any", refuse))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from enum import StrEnum
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from service_kit.health_probe import ask_health
+from service_kit.tls import ClientTls
 
 
 class Health(StrEnum):
@@ -14,12 +14,9 @@ class Health(StrEnum):
     UNREACHABLE = "UNREACHABLE"
 
 
-def check_health(address: str, *, timeout_s: float = 1.0) -> Health:
+def check_health(address: str, *, tls: ClientTls | None = None, timeout_s: float = 1.0) -> Health:
     """Health of the whole process at `address` (host:port). Never raises for a service that is away."""
-    with grpc.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError:
-            return Health.UNREACHABLE
-    is_serving = answer.status == health_pb2.HealthCheckResponse.ServingStatus.SERVING
+    is_serving = ask_health(address, tls=tls, timeout_s=timeout_s)
+    if is_serving is None:
+        return Health.UNREACHABLE
     return Health.SERVING if is_serving else Health.NOT_SERVING

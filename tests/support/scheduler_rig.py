@@ -19,6 +19,7 @@ from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.wiring import Clocks, Parts, build
 from service_kit.grpc_server import GrpcServer
 from service_kit.ids import GenerationId, KeyId, RequestId, TenantId, new_generation_id
+from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat
 from service_kit.sampling import SamplingParams
 from state_store.delta_log.memory import MemoryDeltaLog
@@ -97,7 +98,7 @@ def make_config(**changes: object) -> SchedulerConfig:
         "scheduler_id": None,
         "postgres_dsn": "",
         "redis_url": "",
-        "internal_token": None,
+        "access": InternalAccess(),
         "lease": timedelta(seconds=5),
         "drain": timedelta(0),
         "trace_dir": None,

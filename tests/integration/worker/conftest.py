@@ -34,9 +34,9 @@ async def desks():
 async def serve(model_directory):
     servers = []
 
-    async def start(*, internal_token=None, **settings) -> Setup:
+    async def start(*, access=None, **settings) -> Setup:
         setup = Setup(model_directory, **settings)
-        servicer = WorkerServicer(current_session=lambda: setup.session, internal_token=internal_token)
+        servicer = WorkerServicer(current_session=lambda: setup.session)
         server = GrpcServer(
             listen="127.0.0.1:0",
             services={
@@ -44,6 +44,7 @@ async def serve(model_directory):
                     worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, target)
                 )
             },
+            authorize=access.authorize if access is not None else None,
         )
         setup.address = f"127.0.0.1:{await server.start()}"
         servers.append(server)

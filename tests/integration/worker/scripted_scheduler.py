@@ -8,19 +8,22 @@ import grpc
 from inference.internal.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
 from service_kit.delta import Delta, join
 from service_kit.errors import AbortedError
-from service_kit.grpc_client import open_channel
+from service_kit.grpc_client import INTERNAL_TOKEN_KEY, open_channel
 from service_kit.grpc_server import GrpcServer
 from tests.support.polling import eventually
 from tests.support.tiny_models import encode
 
 READ_S = 10
+TOKEN = "token-of-tests"
+"""What worker processes ask for."""
+METADATA = ((INTERNAL_TOKEN_KEY, TOKEN),)
 
 
 class ScriptedStream:
     """One session stream. Reads in the background; keeps every message, and per generation what its log would hold."""
 
     def __init__(
-        self, address, *, session_id, owner_epoch=1, scheduler_id="sched", answers=True, acks=True, metadata=()
+        self, address, *, session_id, owner_epoch=1, scheduler_id="sched", answers=True, acks=True, metadata=METADATA
     ):
         self.messages: list[worker_pb2.SessionResponse] = []
         self.deltas: dict[str, list[Delta]] = defaultdict(list)

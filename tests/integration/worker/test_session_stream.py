@@ -8,6 +8,7 @@ from gpu_worker.session_stream import MAX_UNACKNOWLEDGED_BATCHES, StreamTimes
 from inference.internal.v1 import worker_pb2
 from service_kit.delta import extend_chain
 from service_kit.grpc_client import INTERNAL_TOKEN_KEY
+from service_kit.internal_access import InternalAccess
 from tests.integration.worker.scripted_scheduler import assignment
 from tests.support.polling import eventually
 from tests.support.tiny_models import encode
@@ -284,7 +285,7 @@ async def test_a_stream_without_an_epoch_is_refused(setup):
 
 
 async def test_the_internal_token_is_required_where_it_is_configured(serve):
-    setup = await serve(internal_token="s3cret")
+    setup = await serve(access=InternalAccess(token="s3cret"))
     async with setup.stream() as stream:
         await stream.closes_with(grpc.StatusCode.UNAUTHENTICATED)
     async with setup.stream(metadata=((INTERNAL_TOKEN_KEY, "s3cret"),)) as stream:

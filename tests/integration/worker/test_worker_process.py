@@ -19,7 +19,7 @@ from gpu_worker.session_stream import MAX_UNACKNOWLEDGED_BATCHES
 from inference.internal.v1 import worker_pb2
 from service_kit.grpc_client import open_channel
 from sluice.local.child import free_port
-from tests.integration.worker.scripted_scheduler import assignment
+from tests.integration.worker.scripted_scheduler import TOKEN, assignment
 from tests.support.polling import eventually
 from tests.support.tiny_models import encode
 
@@ -37,6 +37,7 @@ async def worker_process(model_directory, schedulers, *, settings=None, log=None
             **os.environ,
             "SLUICE_WORKER_LISTEN": address,
             "SLUICE_SCHEDULERS": ",".join(schedulers),
+            "SLUICE_INTERNAL_TOKEN": TOKEN,
             "SLUICE_MODEL_DIR": str(model_directory),
             "SLUICE_ENGINE_SETTINGS": json.dumps(settings or {}),
             "SLUICE_LOG_LEVEL": "WARNING",
