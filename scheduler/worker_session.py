@@ -77,21 +77,17 @@ class WorkerSession:
 
     def capacity(self) -> Capacity:
         return Capacity(
-            session_id=self.session.session_id,
             max_running=self.session.max_running,
-            num_outstanding=self.table.num_outstanding(),
+            num_outstanding=len(self.table),
             room_blocks=self.load.room_blocks,
-            num_blocks=self.session.num_blocks,
             block_size=self.session.block_size,
             unseen_tokens=self.table.unseen_tokens(),
             is_draining=not self.is_ready or self.load.is_draining,
             has_suspect=self.table.has_suspect(),
         )
 
-    def expect(self, record: GenerationRecord, *, context_tokens: int | None = None, cached_tokens: int = 0) -> None:
-        """From the commit of the grant on, the worker must name this attempt in time. `context_tokens` is what it needs at
-        once, `cached_tokens` what of this the worker probably has."""
-        context_tokens = record.num_prompt_tokens + 1 if context_tokens is None else context_tokens
+    def expect(self, record: GenerationRecord, *, output_tokens: int = 0) -> None:
+        """From the commit of the grant on, the worker must name this attempt in time."""
         span = tracer().start_span(
             "scheduler.attempt",
             context=context_from_traceparent(record.traceparent),
@@ -100,8 +96,7 @@ class WorkerSession:
         self.table.expect(
             ExpectedAttempt(
                 record=record,
-                context_tokens=context_tokens,
-                tokens_to_fill=context_tokens - cached_tokens,
+                context_tokens=record.num_prompt_tokens + output_tokens + 1,
                 expected_since_s=self._around.clock(),
                 span=span,
                 is_cancel_wanted=record.cancel_cause is not None,
