@@ -1,7 +1,8 @@
 """Limits and allowed models of tenants and keys, names of keys, and the record of what administrators changed.
 
 Every new column is nullable or has a constant default, so no row is rewritten; the names of limits are the same in both
-tables. Ids are sorted byte by byte from now on: a page then ends where every process thinks that it does.
+tables. Ids are sorted byte by byte from now on: a page then ends where every process thinks that it does. The ledger's index
+is built beside the traffic, and before everything else: a run that was interrupted is repeated as a whole.
 """
 
 import sqlalchemy as sa
@@ -18,6 +19,11 @@ _LIMITS_CHECK = " AND ".join(f"{name} >= 1" for name in _LIMITS)
 
 
 def upgrade() -> None:
+    with op.get_context().autocommit_block():
+        op.execute(
+            "DROP INDEX IF EXISTS usage_ledger_finished_at_idx"
+        )  # a concurrent build that failed leaves an invalid one
+        op.execute("CREATE INDEX CONCURRENTLY usage_ledger_finished_at_idx ON usage_ledger (finished_at)")
     op.execute('ALTER TABLE tenants ALTER COLUMN tenant_id TYPE text COLLATE "C"')
     op.execute('ALTER TABLE api_keys ALTER COLUMN key_id TYPE text COLLATE "C"')
     op.add_column(
@@ -44,7 +50,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("audit_id", name=op.f("admin_audit_pkey")),
     )
     op.create_index("admin_audit_target_idx", "admin_audit", ["target", "audit_id"], unique=False)
-    op.create_index("usage_ledger_finished_at_idx", "usage_ledger", ["finished_at"], unique=False)
 
 
 def downgrade() -> None:
