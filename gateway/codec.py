@@ -96,7 +96,7 @@ def encode_record(record: GenerationRow, *, output_tokens: int | None = None) ->
         usage=types_pb2.Usage(
             prompt_tokens=record.num_prompt_tokens,
             cached_prompt_tokens=record.cached_prompt_tokens,
-            output_tokens=record.output_tokens if output_tokens is None else output_tokens,
+            output_tokens=record.output_tokens if is_final or output_tokens is None else output_tokens,
         ),
         is_final=is_final,
     )
@@ -110,6 +110,8 @@ def encode_record(record: GenerationRow, *, output_tokens: int | None = None) ->
         message.finish_reason = types_pb2.FINISH_REASON_CANCELLED
     if is_final and record.state is not State.SUCCEEDED:
         message.error.CopyFrom(_encode_error(record))
+    if record.texts_deleted_at is not None:
+        message.texts_delete_time.CopyFrom(_timestamp(record.texts_deleted_at))
     return message
 
 

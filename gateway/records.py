@@ -16,7 +16,8 @@ _NOT_FOUND = "no such generation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordWithOutput:
-    """A record and the whole output known at that moment; `output` is None when there is none yet."""
+    """A record and the whole output known at that moment; `output` is None when there is none yet, or none any more because
+    it was not to be stored."""
 
     record: GenerationRecord
     output: Delta | None
@@ -30,12 +31,17 @@ class RecordReader:
         self._log = log
 
     async def find(self, tenant_id: TenantId, ref: inference_pb2.GenerationRef) -> GenerationRecord:
-        """Raises InvalidArgumentError, and NotFoundError for an unknown one and another tenant's alike."""
+        """Raises InvalidArgumentError, NotFoundError for an unknown one and another tenant's alike, and OutOfRangeError for
+        one whose record is no longer kept: the ledger, which is, knows whose it was."""
         named = parse_generation_ref(ref)
         if ref.WhichOneof("id") == "request_id":
             record = await self._store.find_by_request_id(tenant_id, RequestId(named))
         else:
             (record,) = await self._store.get_many([GenerationId(named)])
+            if record is None:
+                ledger = await self._store.ledger_of(GenerationId(named))
+                if any(row.tenant_id == tenant_id for row in ledger):
+                    raise OutOfRangeError("the generation is no longer kept", reason=Reason.OUTPUT_NOT_KEPT)
         if record is None or record.tenant_id != tenant_id:
             raise NotFoundError(_NOT_FOUND)
         return record
@@ -49,6 +55,8 @@ class RecordReader:
             # It ended between the two reads; the row was committed before the log was closed.
             (ended,) = await self._store.get_many([record.generation_id])
             record = ended or record
+        if record.texts_deleted_at is not None:
+            return RecordWithOutput(record=record, output=None)
         (output,) = await self._store.read_output_many([record.generation_id])
         if record.output_tokens and (output is None or output.last < record.output_tokens):
             raise OutOfRangeError("the output is no longer kept", reason=Reason.OUTPUT_NOT_KEPT)

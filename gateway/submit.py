@@ -146,6 +146,7 @@ def encode_submit(submission: Submission) -> scheduler_pb2.SubmitRequest:
         queue_timeout=_duration(times.queue_timeout),
         deadline=_duration(times.deadline),
         traceparent=submission.traceparent,
+        store=times.is_stored,
     )
 
 

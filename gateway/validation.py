@@ -42,6 +42,8 @@ class DeliveryTimes:
     grace: timedelta | None
     queue_timeout: timedelta
     deadline: timedelta | None
+    is_stored: bool = True
+    """Whether prompt and output are kept beyond the grace period after the end."""
 
 
 def parse_request_id(value: str) -> RequestId | None:
@@ -91,7 +93,8 @@ def parse_delivery(delivery: types_pb2.Delivery, *, default_grace: timedelta | N
     if delivery.HasField("queue_timeout"):
         queue_timeout = _parse_timeout("delivery.queue_timeout", delivery.queue_timeout)
     deadline = _parse_timeout("delivery.deadline", delivery.deadline) if delivery.HasField("deadline") else None
-    return DeliveryTimes(grace=grace, queue_timeout=queue_timeout, deadline=deadline)
+    is_stored = delivery.store if delivery.HasField("store") else True
+    return DeliveryTimes(grace=grace, queue_timeout=queue_timeout, deadline=deadline, is_stored=is_stored)
 
 
 def _parse_timeout(field: str, duration: Duration) -> timedelta:

@@ -56,6 +56,7 @@ def decode_submit(request: scheduler_pb2.SubmitRequest) -> NewGeneration:
         queue_timeout=_duration(request.queue_timeout),
         deadline=_optional_duration(request, "deadline"),
         traceparent=request.traceparent,
+        is_stored=request.store if request.HasField("store") else True,
     )
 
 

@@ -86,6 +86,7 @@ def queued_record(item: NewGeneration, now: datetime) -> GenerationRecord:
         matched_stop=None,
         cached_prompt_tokens=0,
         output_tokens=0,
+        is_stored=item.is_stored,
     )
 
 

@@ -98,6 +98,8 @@ class NewGeneration:
     deadline: timedelta | None
     traceparent: str
     requeue_of: GenerationId | None = None
+    is_stored: bool = True
+    """False: prompt and output are deleted soon after the end (see retention_store.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +138,14 @@ class GenerationRecord:
     cached_prompt_tokens: int
     output_tokens: int
     """Final number of output tokens; 0 while live (the log knows)."""
+    is_stored: bool = True
+    texts_deleted_at: datetime | None = None
+    """When prompt, output and stop strings were deleted; only of one that is not stored."""
+    deleted_prompt_tokens: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return len(self.prompt_token_ids) + self.deleted_prompt_tokens
 
     @property
     def seed(self) -> int:
@@ -174,6 +180,8 @@ class GenerationSummary:
     error_message: str | None
     cached_prompt_tokens: int
     output_tokens: int
+    is_stored: bool = True
+    texts_deleted_at: datetime | None = None
 
     @classmethod
     def of(cls, record: GenerationRecord) -> "GenerationSummary":

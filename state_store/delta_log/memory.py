@@ -102,6 +102,12 @@ class MemoryDeltaLog:
         self._publish(batch)
         return views
 
+    async def drop_many(self, generation_ids: Sequence[GenerationId]) -> None:
+        self._check_reachable()
+        for generation_id in generation_ids:
+            self._logs.pop(generation_id, None)
+            self._lease_ends.pop(generation_id, None)
+
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         self._check_reachable()
         return [self._view(generation_id, after) for generation_id, after in items]

@@ -152,6 +152,9 @@ class DeltaLogWriter(Protocol):
         """Closes the attempts (a log that is at a higher attempt is left as it is, unless terminal is set) and returns
         the views without deltas. On an absent log it only pushes the terminal to the watchers. Idempotent."""
 
+    async def drop_many(self, generation_ids: Sequence[GenerationId]) -> None:
+        """Deletes logs and watchers ahead of their expiry. Only for generations whose row is final. Idempotent."""
+
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         """Views with the deltas that end behind each stated sequence number; watches nothing."""
 

@@ -43,7 +43,7 @@ def _script(name: str) -> LuaScript:
 
 _OPEN, _APPEND, _SEAL, _ATTACH = (_script(name) for name in ("open", "append", "seal", "attach"))
 _READ, _WATCH, _UNWATCH, _LAST_WATCHED = (_script(name) for name in ("read", "watch", "unwatch", "last_watched"))
-_KEPT_SINCE = _script("kept_since")
+_KEPT_SINCE, _DROP = _script("kept_since"), _script("drop")
 
 _Item = tuple[GenerationId, tuple[Argument, ...]]
 
@@ -95,6 +95,9 @@ class RedisDeltaLog:
         ]
         replies = await self._run_named(_SEAL, calls, self._now(), _ms(self._settings.terminal_retention))
         return [_view(item.generation_id, reply) for item, reply in zip(items, replies, strict=True)]
+
+    async def drop_many(self, generation_ids: Sequence[GenerationId]) -> None:
+        await self._run(_DROP, [(generation_id, ()) for generation_id in generation_ids])
 
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         replies = await self._run(_READ, [(generation_id, (after,)) for generation_id, after in items])

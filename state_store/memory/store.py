@@ -3,9 +3,12 @@
 from state_store.memory.generations import MemoryGenerationWrites
 from state_store.memory.keys import MemoryKeys
 from state_store.memory.reads import MemoryGenerationReads
+from state_store.memory.retention import MemoryRetention
 from state_store.memory.sessions import MemorySessions
 from state_store.memory.usage import MemoryUsage
 
 
-class MemoryStore(MemoryGenerationWrites, MemoryGenerationReads, MemorySessions, MemoryKeys, MemoryUsage):
-    """GenerationStore, SessionStore, TenantStore and UsageStore over one shared state; nothing outlives the process."""
+class MemoryStore(
+    MemoryGenerationWrites, MemoryGenerationReads, MemorySessions, MemoryKeys, MemoryUsage, MemoryRetention
+):
+    """GenerationStore, SessionStore, TenantStore, UsageStore and RetentionStore over one shared state; nothing outlives the process."""

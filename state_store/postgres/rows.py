@@ -120,6 +120,7 @@ def generation(row: Row) -> GenerationRecord:
         grace=row["grace"],
         traceparent=row["traceparent"],
         matched_stop=row["matched_stop"],
+        deleted_prompt_tokens=row["deleted_prompt_tokens"],
     )
 
 
@@ -152,6 +153,8 @@ def _shared_fields(row: Row) -> dict[str, Any]:
         "error_message": row["error_message"],
         "cached_prompt_tokens": row["cached_prompt_tokens"],
         "output_tokens": row["output_tokens"],
+        "is_stored": row["is_stored"],
+        "texts_deleted_at": row["texts_deleted_at"],
     }
 
 

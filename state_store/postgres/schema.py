@@ -93,6 +93,9 @@ generations = Table(
     Column("matched_stop", Text),
     Column("cached_prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
     Column("output_tokens", BigInteger, nullable=False, server_default=text("0")),
+    Column("is_stored", Boolean, nullable=False, server_default=text("true"), comment="false: texts go after the end"),
+    _time("texts_deleted_at", nullable=True),
+    Column("deleted_prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
     PrimaryKeyConstraint("generation_id"),
     CheckConstraint(f"state IN ('QUEUED', 'RUNNING', {_FINAL_STATES[1:]}", name="state"),
     CheckConstraint("(state = 'RUNNING') = (session_id IS NOT NULL)", name="session_while_running"),
@@ -134,6 +137,11 @@ generations = Table(
         postgresql_where=text(f"{_LIVE} AND cancel_cause IS NULL AND grace IS NOT NULL"),
     ),
     Index("generations_tenant_idx", "tenant_id", "generation_id"),
+    Index(
+        "generations_unstored_idx",
+        "generation_id",
+        postgresql_where=text("NOT is_stored AND texts_deleted_at IS NULL"),
+    ),
     postgresql_partition_by=_BY_ID,
 )
 

@@ -11,11 +11,13 @@ _COLUMNS = """
     g.generation_id, g.tenant_id, g.key_id, g.request_id, g.model, g.model_revision, g.model_precision, g.priority_class,
     g.state, g.attempt, g.charged_attempts, g.session_id, g.nonce, g.prompt_token_ids, g.sampling, g.grace, g.traceparent,
     g.cancel_cause, g.created_at, g.queue_deadline_at, g.deadline_at, g.started_at, g.finished_at, g.finish_reason,
-    g.error_reason, g.error_message, g.matched_stop, g.cached_prompt_tokens, g.output_tokens
+    g.error_reason, g.error_message, g.matched_stop, g.cached_prompt_tokens, g.output_tokens, g.is_stored,
+    g.texts_deleted_at, g.deleted_prompt_tokens
 """
 _SUMMARY = """
     g.generation_id, g.tenant_id, g.key_id, g.request_id, g.model, g.model_revision, g.model_precision, g.priority_class,
-    g.state, g.attempt, g.charged_attempts, g.session_id, octet_length(g.prompt_token_ids) / 4 AS num_prompt_tokens,
+    g.state, g.attempt, g.charged_attempts, g.session_id, g.is_stored, g.texts_deleted_at,
+    octet_length(g.prompt_token_ids) / 4 + g.deleted_prompt_tokens AS num_prompt_tokens,
     (g.sampling ->> 'seed')::bigint AS seed, g.cancel_cause, g.created_at, g.queue_deadline_at, g.deadline_at, g.started_at,
     g.finished_at, g.finish_reason, g.error_reason, g.error_message, g.cached_prompt_tokens, g.output_tokens
 """
@@ -36,10 +38,10 @@ WITH item AS (
         %(generation_ids)s::uuid[], %(tenant_ids)s::text[], %(key_ids)s::text[], %(request_ids)s::text[],
         %(request_hashes)b::bytea[], %(requeue_ofs)s::uuid[], %(models)s::text[], %(revisions)s::text[],
         %(precisions)s::text[], %(classes)s::text[], %(prompts)b::bytea[], %(samplings)s::text[], %(graces)s::interval[],
-        %(queue_timeouts)s::interval[], %(deadlines)s::interval[], %(traceparents)s::text[]
+        %(queue_timeouts)s::interval[], %(deadlines)s::interval[], %(traceparents)s::text[], %(stored)s::bool[]
     ) WITH ORDINALITY AS i (
         generation_id, tenant_id, key_id, request_id, request_hash, requeue_of, model, model_revision, model_precision,
-        priority_class, prompt_token_ids, sampling, grace, queue_timeout, deadline, traceparent, position
+        priority_class, prompt_token_ids, sampling, grace, queue_timeout, deadline, traceparent, is_stored, position
     )
 ), claimed AS (
     INSERT INTO request_keys AS k (tenant_id, request_id, generation_id, request_hash)
@@ -53,10 +55,11 @@ WITH item AS (
 )
 INSERT INTO generations (
     generation_id, tenant_id, key_id, request_id, requeue_of, model, model_revision, model_precision, priority_class, state,
-    prompt_token_ids, sampling, grace, traceparent, created_at, queued_at, queue_deadline_at, deadline_at
+    prompt_token_ids, sampling, grace, traceparent, created_at, queued_at, queue_deadline_at, deadline_at, is_stored
 )
 SELECT generation_id, tenant_id, key_id, request_id, requeue_of, model, model_revision, model_precision, priority_class,
-    'QUEUED', prompt_token_ids, sampling::jsonb, grace, traceparent, :now, :now, :now + queue_timeout, :now + deadline
+    'QUEUED', prompt_token_ids, sampling::jsonb, grace, traceparent, :now, :now, :now + queue_timeout, :now + deadline,
+    is_stored
 FROM item JOIN claimed USING (generation_id)
 ORDER BY generation_id
 RETURNING generation_id, created_at

@@ -3,6 +3,7 @@
 from state_store.postgres.generations import PostgresGenerations
 from state_store.postgres.keys import PostgresKeys
 from state_store.postgres.pool import Database, PoolSettings
+from state_store.postgres.retention import PostgresRetention
 from state_store.postgres.sessions import PostgresSessions
 from state_store.postgres.tenants import PostgresTenants
 from state_store.postgres.usage import PostgresUsage
@@ -10,8 +11,10 @@ from state_store.postgres.usage import PostgresUsage
 _DEFAULT_SETTINGS = PoolSettings()
 
 
-class PostgresStore(PostgresGenerations, PostgresSessions, PostgresTenants, PostgresKeys, PostgresUsage):
-    """GenerationStore, SessionStore, TenantStore and UsageStore over one connection pool. The schema must be there
+class PostgresStore(
+    PostgresGenerations, PostgresSessions, PostgresTenants, PostgresKeys, PostgresUsage, PostgresRetention
+):
+    """GenerationStore, SessionStore, TenantStore, UsageStore and RetentionStore over one connection pool. The schema must be there
     (migrate.py)."""
 
     def __init__(self, dsn: str, *, settings: PoolSettings = _DEFAULT_SETTINGS) -> None:

@@ -117,4 +117,5 @@ def _columns(items: Sequence[NewGeneration]) -> dict[str, list[Any]]:
         "queue_timeouts": [item.queue_timeout for item in items],
         "deadlines": [item.deadline for item in items],
         "traceparents": [item.traceparent for item in items],
+        "stored": [item.is_stored for item in items],
     }

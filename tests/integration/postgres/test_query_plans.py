@@ -10,7 +10,7 @@ import pytest
 
 from service_kit.ids import new_generation_id
 from state_store.model import Finish, State
-from state_store.postgres import finish, reads, statements, submit
+from state_store.postgres import finish, reads, retention, statements, submit
 from tests.support.generations import new_generation
 
 ID = new_generation_id()
@@ -51,6 +51,8 @@ HOT = {
     "grace_page": (statements.GRACE_PAGE, PAGE),
     "running_of": (statements.RUNNING_SUMMARIES, {"session_ids": ["s"]}),
     "prune": (reads._PRUNE_REQUEST_KEYS, NOW | {"limit": 100}),
+    "unstored_page": (retention.UNSTORED_PAGE, PAGE | NOW | {"kept": timedelta(seconds=15)}),
+    "delete_texts": (retention.DELETE_TEXTS, IDS | NOW),
 }
 
 

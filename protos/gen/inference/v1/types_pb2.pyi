@@ -470,13 +470,21 @@ Global___GenerationSpec: _TypeAlias = GenerationSpec  # noqa: Y015
 
 @_typing.final
 class Delivery(_message.Message):
-    """How long the service keeps going for this caller. Not part of the request's identity."""
+    """How long the service keeps going for this caller, and keeps what was said. Not part of the request's identity: the call
+    that creates the generation decides.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     GRACE_FIELD_NUMBER: _builtins.int
     QUEUE_TIMEOUT_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    store: _builtins.bool
+    """False: prompt, output and stop strings are deleted when the grace period has passed after the end without a reader, at
+    the earliest 15 s and at the latest 10 min after the end. The record stays, with its token counts; a stream of it is
+    then OUT_OF_RANGE. Default true.
+    """
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
         """How long the generation goes on while nobody reads it. Zero ends it at once. Unset: 30 s after Generate, unlimited
@@ -499,12 +507,15 @@ class Delivery(_message.Message):
         grace: _duration_pb2.Duration | None = ...,
         queue_timeout: _duration_pb2.Duration | None = ...,
         deadline: _duration_pb2.Duration | None = ...,
+        store: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "grace", b"grace", "queue_timeout", b"queue_timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "deadline", b"deadline", "grace", b"grace", "queue_timeout", b"queue_timeout", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "grace", b"grace", "queue_timeout", b"queue_timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "deadline", b"deadline", "grace", b"grace", "queue_timeout", b"queue_timeout", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__store: _TypeAlias = _typing.Literal["store"]  # noqa: Y015
+    _WhichOneofArgType__store: _TypeAlias = _typing.Literal["_store", b"_store"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__store) -> _WhichOneofReturnType__store | None: ...
 
 Global___Delivery: _TypeAlias = Delivery  # noqa: Y015
 
@@ -716,6 +727,7 @@ class Generation(_message.Message):
     CURSOR_FIELD_NUMBER: _builtins.int
     IS_FINAL_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TEXTS_DELETE_TIME_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """Server's id."""
     request_id: _builtins.str
@@ -774,6 +786,10 @@ class Generation(_message.Message):
         of them exceeds the 4 MiB that gRPC clients take by default: raise that limit, or stream it.
         """
 
+    @_builtins.property
+    def texts_delete_time(self) -> _timestamp_pb2.Timestamp:
+        """When prompt and output were deleted, for a generation that was not to be stored; unset before, and for all others."""
+
     def __init__(
         self,
         *,
@@ -797,10 +813,11 @@ class Generation(_message.Message):
         cursor: Global___Cursor | None = ...,
         is_final: _builtins.bool = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        texts_delete_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "cursor", b"cursor", "end_time", b"end_time", "error", b"error", "start_time", b"start_time", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "cursor", b"cursor", "end_time", b"end_time", "error", b"error", "start_time", b"start_time", "texts_delete_time", b"texts_delete_time", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "create_time", b"create_time", "cursor", b"cursor", "end_time", b"end_time", "error", b"error", "finish_reason", b"finish_reason", "generation_id", b"generation_id", "is_final", b"is_final", "logprobs", b"logprobs", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority_class", b"priority_class", "request_id", b"request_id", "seed", b"seed", "start_time", b"start_time", "state", b"state", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "create_time", b"create_time", "cursor", b"cursor", "end_time", b"end_time", "error", b"error", "finish_reason", b"finish_reason", "generation_id", b"generation_id", "is_final", b"is_final", "logprobs", b"logprobs", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority_class", b"priority_class", "request_id", b"request_id", "seed", b"seed", "start_time", b"start_time", "state", b"state", "text", b"text", "texts_delete_time", b"texts_delete_time", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

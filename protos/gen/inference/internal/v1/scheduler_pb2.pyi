@@ -42,6 +42,7 @@ class SubmitRequest(_message.Message):
     QUEUE_TIMEOUT_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """Minted by the gateway; in force only when no generation has the request_id."""
     tenant_id: _builtins.str
@@ -64,6 +65,8 @@ class SubmitRequest(_message.Message):
     """False: the scheduler draws the seed when it commits."""
     traceparent: _builtins.str
     """W3C trace context, stored with the generation."""
+    store: _builtins.bool
+    """False: prompt and output are deleted soon after the end. Unset: true."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, encoded."""
@@ -103,12 +106,15 @@ class SubmitRequest(_message.Message):
         queue_timeout: _duration_pb2.Duration | None = ...,
         deadline: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
+        store: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "grace", b"grace", "queue_timeout", b"queue_timeout", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "deadline", b"deadline", "grace", b"grace", "queue_timeout", b"queue_timeout", "sampling", b"sampling", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "generation_id", b"generation_id", "grace", b"grace", "has_seed", b"has_seed", "key_id", b"key_id", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "queue_timeout", b"queue_timeout", "request_hash", b"request_hash", "request_id", b"request_id", "sampling", b"sampling", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "deadline", b"deadline", "generation_id", b"generation_id", "grace", b"grace", "has_seed", b"has_seed", "key_id", b"key_id", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "queue_timeout", b"queue_timeout", "request_hash", b"request_hash", "request_id", b"request_id", "sampling", b"sampling", "store", b"store", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__store: _TypeAlias = _typing.Literal["store"]  # noqa: Y015
+    _WhichOneofArgType__store: _TypeAlias = _typing.Literal["_store", b"_store"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__store) -> _WhichOneofReturnType__store | None: ...
 
 Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
 
