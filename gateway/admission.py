@@ -64,12 +64,12 @@ class Admission:
     ) -> Committed:
         """Commits the request or finds its generation; `span` is the parent of all that follows, in every process.
 
-        Raises InvalidArgumentError with the path of the field, NotFoundError for an unknown model, and what
+        Raises InvalidArgumentError with the path of the field, NotFoundError for a model unknown or not allowed, and what
         `Submitter.submit` raises.
         """
         if not spec.model:
             raise InvalidArgumentError("spec.model", "must be set")
-        model = self._registry.get(spec.model)
+        model = self._registry.get(spec.model, key.tenant)
         draft = parse_sampling(spec.sampling, vocab_size=model.manifest.vocab_size)
         priority_class = parse_priority_class(spec.priority_class, key.tenant)
         times = parse_delivery(delivery, default_grace=default_grace)

@@ -70,7 +70,7 @@ class GatewayApp:
         )
         servicer = InferenceServicer(
             GatewayParts(
-                authenticator=Authenticator(keys, now=now),
+                authenticator=Authenticator(keys, now=now, clock=clock),
                 registry=self.registry,
                 encoder=encoder,
                 admission=Admission(

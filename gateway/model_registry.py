@@ -12,6 +12,7 @@ from service_kit.errors import NotFoundError, Reason
 from service_kit.logging import get_logger
 from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, ModelManifest, read_manifest
 from service_kit.token_bytes import UnsupportedTokenizerError, read_token_bytes
+from state_store.tenants import Tenant
 
 _log = get_logger()
 
@@ -35,10 +36,10 @@ class ModelRegistry:
         self._models: Mapping[str, ServedModel] = MappingProxyType({})
         self._complaints: frozenset[str] = frozenset()
 
-    def get(self, name: str) -> ServedModel:
-        """Raises NotFoundError."""
-        model = self._models.get(name)
-        if model is None:
+    def get(self, name: str, tenant: Tenant) -> ServedModel:
+        """Raises NotFoundError for an unknown model and one that the tenant may not use alike."""
+        model, is_allowed = self._models.get(name), tenant.may_use(name)
+        if model is None or not is_allowed:
             raise NotFoundError("no such model", reason=Reason.MODEL_NOT_FOUND)
         return model
 
@@ -46,6 +47,10 @@ class ModelRegistry:
         """Bytes by token id of one revision; none when this gateway has another one, or no longer the model."""
         model = self._models.get(name)
         return model.token_bytes if model is not None and model.manifest.revision == revision else ()
+
+    def models_of(self, tenant: Tenant) -> list[ServedModel]:
+        """By name; those that the tenant may use."""
+        return [model for model in self.models() if tenant.may_use(model.manifest.model)]
 
     def models(self) -> list[ServedModel]:
         """By name."""

@@ -66,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._parts = parts
 
     async def _authenticate(self, context: Any) -> ApiKey:
-        return await self._parts.authenticator.authenticate(context.invocation_metadata() or ())
+        return await self._parts.authenticator.authenticate_call(context)
 
     async def Generate(  # noqa: N802 - named by the proto
         self, request: inference_pb2.GenerateRequest, context: Any
@@ -193,7 +193,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         del request
-        await self._authenticate(context)
+        key = await self._authenticate(context)
         live = [
             (session.model_key.revision, session.model_key.precision)
             for session in await self._parts.sessions.list_sessions()
@@ -201,15 +201,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         ]
         models = [
             encode_model(model, workers=live.count((model.manifest.revision, model.manifest.precision)))
-            for model in self._parts.registry.models()
+            for model in self._parts.registry.models_of(key.tenant)
         ]
         return inference_pb2.ListModelsResponse(models=models)
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
-        await self._authenticate(context)
-        model = self._parts.registry.get(request.model)
+        key = await self._authenticate(context)
+        model = self._parts.registry.get(request.model, key.tenant)
         token_ids = await self._parts.encoder.encode_text(request.WhichOneof("input"), request, model)
         return inference_pb2.TokenizeResponse(token_ids=token_ids, context_length=model.manifest.context_length)
 

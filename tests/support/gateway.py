@@ -1,6 +1,6 @@
 """A gateway in process: real gRPC on both sides, stores in memory, and a scheduler whose worker is the test."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -281,6 +281,7 @@ async def running_gateway(
     quota: QuotaPort | None = None,
     tokenization: TokenizationLimits | None = None,
     drain: timedelta = timedelta(seconds=5),
+    now: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> AsyncIterator[GatewayRig]:
     """`models_dir` gets a simulated model, context 64. `extra_schedulers` are asked before the real
     one, which is configured `num_scheduler_names` times."""
@@ -314,6 +315,7 @@ async def running_gateway(
         keys=scheduler.store,
         log=scheduler.log,
         quota=quota or PermissiveQuota(),
+        now=now,
     )
     port = await app.start()
     channel = open_channel(f"127.0.0.1:{port}")

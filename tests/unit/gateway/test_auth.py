@@ -12,6 +12,8 @@ from state_store.memory.store import MemoryStore
 from state_store.tenants import ApiKey
 from tests.support.tenants import add_tenant, store_key
 
+PEER = "ipv4:10.0.0.1:5000"
+
 
 class CountingStore(MemoryStore):
     """Counts look-ups; can be away."""
@@ -54,16 +56,16 @@ def metadata(text: str) -> list[tuple[str, str | bytes]]:
 async def test_a_valid_key_gives_its_tenant_and_is_looked_up_once_in_five_seconds() -> None:
     store, authenticator, clock, text, key_id = await rig()
     for _ in range(3):
-        assert (await authenticator.authenticate(metadata(text))).key_id == key_id
+        assert (await authenticator.authenticate(metadata(text), peer=PEER)).key_id == key_id
     assert store.num_lookups == 1
     clock.now += timedelta(seconds=5)
-    await authenticator.authenticate(metadata(text))
+    await authenticator.authenticate(metadata(text), peer=PEER)
     assert store.num_lookups == 2
 
 
 async def test_calls_that_come_at_once_share_one_lookup_even_when_one_leaves() -> None:
     store, authenticator, _, text, key_id = await rig()
-    calls = [asyncio.create_task(authenticator.authenticate(metadata(text))) for _ in range(10)]
+    calls = [asyncio.create_task(authenticator.authenticate(metadata(text), peer=PEER)) for _ in range(10)]
     await asyncio.sleep(0)
     calls[0].cancel()
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -74,19 +76,19 @@ async def test_calls_that_come_at_once_share_one_lookup_even_when_one_leaves() -
 
 async def test_a_revoked_key_lives_for_at_most_five_seconds() -> None:
     store, authenticator, clock, text, key_id = await rig()
-    await authenticator.authenticate(metadata(text))
+    await authenticator.authenticate(metadata(text), peer=PEER)
     await store.revoke_key(key_id, actor="operator:test")
     clock.now += timedelta(seconds=5)
     with pytest.raises(UnauthenticatedError):
-        await authenticator.authenticate(metadata(text))
+        await authenticator.authenticate(metadata(text), peer=PEER)
 
 
 async def test_a_key_expires_by_the_clock_and_not_by_the_cache() -> None:
     _, authenticator, clock, text, _ = await rig(expires_in=timedelta(seconds=2))
-    await authenticator.authenticate(metadata(text))
+    await authenticator.authenticate(metadata(text), peer=PEER)
     clock.now += timedelta(seconds=2)
     with pytest.raises(UnauthenticatedError):
-        await authenticator.authenticate(metadata(text))
+        await authenticator.authenticate(metadata(text), peer=PEER)
 
 
 async def test_the_right_prefix_with_another_secret_is_refused_also_from_the_cache() -> None:
@@ -94,8 +96,8 @@ async def test_the_right_prefix_with_another_secret_is_refused_also_from_the_cac
     wrong = "-".join(text.split("-")[:3]) + "-" + "x" * 43
     for _ in range(2):
         with pytest.raises(UnauthenticatedError):
-            await authenticator.authenticate(metadata(wrong))
-    await authenticator.authenticate(metadata(text))
+            await authenticator.authenticate(metadata(wrong), peer=PEER)
+    await authenticator.authenticate(metadata(text), peer=PEER)
 
 
 async def test_unknown_prefixes_are_remembered_too() -> None:
@@ -103,7 +105,7 @@ async def test_unknown_prefixes_are_remembered_too() -> None:
     stranger, _ = mint_api_key()
     for _ in range(3):
         with pytest.raises(UnauthenticatedError):
-            await authenticator.authenticate(metadata(stranger))
+            await authenticator.authenticate(metadata(stranger), peer=PEER)
     assert store.num_lookups == 1
 
 
@@ -111,9 +113,9 @@ async def test_a_store_that_is_away_is_not_a_bad_key_and_is_asked_again() -> Non
     store, authenticator, _, text, key_id = await rig()
     store.is_away = True
     with pytest.raises(StoreUnavailableError):
-        await authenticator.authenticate(metadata(text))
+        await authenticator.authenticate(metadata(text), peer=PEER)
     store.is_away = False
-    assert (await authenticator.authenticate(metadata(text))).key_id == key_id
+    assert (await authenticator.authenticate(metadata(text), peer=PEER)).key_id == key_id
 
 
 def test_keys_have_one_form_and_do_not_show_their_hash() -> None:

@@ -11,10 +11,14 @@ from gateway.model_registry import ModelRegistry
 from gateway.tokenization import TextEncoder, TokenizationPool
 from gpu_worker.artifacts.simulated_model import BOS_TOKEN_ID
 from service_kit.errors import NotFoundError, UnavailableError
+from service_kit.ids import TenantId
 from service_kit.model_manifest import ModelFilesError
+from state_store.model import PriorityClass
+from state_store.tenants import Tenant
 from tests.support.tiny_models import make_simulated_model
 
 HELLO = [Message(role="user", content="hi")]
+ANYBODY = Tenant(tenant_id=TenantId("t"), name="t", weight=1, max_class=PriorityClass.INTERACTIVE)
 
 
 def render(source: str, **special_tokens: str) -> str:
@@ -122,16 +126,16 @@ async def test_the_registry_takes_up_changed_and_drops_removed_models(tmp_path: 
     make_simulated_model(tmp_path / "b", name="b")
     await registry.rescan()
     assert [model.manifest.model for model in registry.models()] == ["a", "b"]
-    before = registry.get("b")
+    before = registry.get("b", ANYBODY)
     make_simulated_model(tmp_path / "a", name="a", context_length=64)
     (tmp_path / "b" / "sluice-model.json").write_text("{")
     await registry.rescan()
-    assert registry.get("a").manifest.context_length == 64
-    assert registry.get("b") is before
+    assert registry.get("a", ANYBODY).manifest.context_length == 64
+    assert registry.get("b", ANYBODY) is before
     (tmp_path / "b" / "sluice-model.json").unlink()
     await registry.rescan()
     with pytest.raises(NotFoundError):
-        registry.get("b")
+        registry.get("b", ANYBODY)
 
 
 async def test_a_name_that_stands_twice_is_served_once(tmp_path: Path) -> None:
