@@ -92,14 +92,15 @@ class QuotaPort(Protocol):
         that exists charges nothing. Raises QuotaExceededError, with when to come back, and charges nothing."""
 
     async def bind_many(self, charges: Sequence[QuotaCharge]) -> None:
-        """Their generations are committed. A reservation that is gone is made again, without a check."""
+        """Their generations are committed. A reservation that is gone is made again, without a check, as of when the
+        generation was made; but not one that was settled before, which a late bind does not bring back."""
 
     async def release_many(self, charges: Sequence[QuotaCharge]) -> None:
         """Gives unbound reservations back whole: attached, in conflict, refused. Bound ones stay."""
 
     async def settle_many(self, items: Sequence[QuotaSettlement]) -> None:
         """Replaces the reserved tokens by the used ones, in the windows they were charged to, and frees the place among
-        the concurrent ones."""
+        the concurrent ones. Without a reservation nothing is counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,16 +124,24 @@ class QuotaUpkeep(Protocol):
 
     async def due_many(self, *, limit: int) -> list[GenerationId]:
         """Reservations to compare with Postgres: leases that ran out, and bound ones that were not looked at for a while.
-        The caller then binds, releases (`drop_many`) or settles each; what it binds is due again later."""
+        The caller then binds, releases (`drop_many`) or settles each; what it binds is due again later. Raises
+        QuotaNotReadyError, as `drop_many` does."""
 
     async def drop_many(self, generation_ids: Sequence[GenerationId]) -> None:
-        """Gives back reservations, bound or not, of generations that do not exist."""
+        """Gives back reservations, bound or not, of generations that do not exist. Only those that are still due: what was
+        bound since `due_many` has been committed since."""
+
+    async def begin_rebuild(self) -> bool:
+        """Takes the rebuild for this adapter and forgets what one that died has left; False when there is nothing to
+        rebuild, or another adapter does it. It is lost again after a pause of some seconds."""
 
     async def rebuild(self, live: Sequence[QuotaCharge], past: Sequence[PastUse]) -> None:
-        """Adds what Postgres knows to the counts; may be called page by page. Works without the marker only."""
+        """Adds what Postgres knows to the counts; may be called page by page, with each live generation and each second
+        once. Raises QuotaNotReadyError when the rebuild is not this adapter's any more."""
 
     async def mark_ready(self) -> None:
-        """The caller has just rebuilt everything."""
+        """The caller has just rebuilt everything. Raises QuotaNotReadyError as `rebuild` does. The caller then binds all
+        live generations: a bind may have been refused between the reading of Postgres and now."""
 
 
 class PermissiveQuota:
