@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+from gateway.admin import AdminServicer, AdminStore
 from gateway.admission import Admission
 from gateway.auth import Authenticator
 from gateway.config import GatewayConfig
@@ -19,7 +20,7 @@ from gateway.streaming.hub import StreamHub
 from gateway.streaming.stream import StreamOpener
 from gateway.submit import Submitter
 from gateway.tokenization import TokenizationPool
-from inference.v1 import inference_pb2_grpc
+from inference.v1 import admin_pb2_grpc, inference_pb2_grpc
 from service_kit.crash_point import CrashPoints
 from service_kit.errors import Reason, UnavailableError
 from service_kit.grpc_server import GrpcServer
@@ -28,9 +29,9 @@ from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogReader
 from state_store.ports import GenerationStore, SessionStore
 from state_store.quota.port import QuotaPort
-from state_store.tenant_store import KeyStore
 
 SERVICE_NAME = "inference.v1.InferenceService"
+ADMIN_SERVICE_NAME = "inference.v1.AdminService"
 _HEALTH_INTERVAL = timedelta(seconds=1)
 _START_RETRY = timedelta(seconds=0.5)
 _PROBE = GenerationId("00000000-0000-7000-8000-000000000000")
@@ -51,7 +52,7 @@ class GatewayApp:
         gateway_id: GatewayId,
         generations: GenerationStore,
         sessions: SessionStore,
-        keys: KeyStore,
+        keys: AdminStore,
         log: DeltaLogReader,
         quota: QuotaPort,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
@@ -68,9 +69,11 @@ class GatewayApp:
         submitter = Submitter(
             scheduler=self._scheduler, quota=quota, store=generations, crash_points=CrashPoints(config.crash_file)
         )
+        authenticator = Authenticator(keys, now=now, clock=clock)
+        admin = AdminServicer(authenticator, keys, now=now)
         servicer = InferenceServicer(
             GatewayParts(
-                authenticator=Authenticator(keys, now=now, clock=clock),
+                authenticator=authenticator,
                 registry=self.registry,
                 encoder=encoder,
                 admission=Admission(
@@ -90,7 +93,10 @@ class GatewayApp:
         self._server = GrpcServer(
             listen=config.listen,
             services={
-                SERVICE_NAME: lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+                SERVICE_NAME: lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+                    servicer, server
+                ),
+                ADMIN_SERVICE_NAME: lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server),
             },
             tls=config.tls,
         )
