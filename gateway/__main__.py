@@ -6,6 +6,7 @@ import signal
 import sys
 import uuid
 from datetime import timedelta
+from functools import partial
 
 from gateway.app import GatewayApp
 from gateway.config import GatewayConfig, TokenizationLimits
@@ -19,6 +20,7 @@ from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.postgres.store import PostgresStore
 from state_store.quota.port import PermissiveQuota
+from state_store.redis_checks import UnsafeRedisError, wait_for_safe_redis
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _MAX_DRAIN = timedelta(hours=1)
@@ -44,6 +46,7 @@ def read_config(environment: Environment) -> GatewayConfig:
         start_timeout=environment.seconds(
             "SLUICE_START_TIMEOUT_S", timedelta(seconds=60), minimum=timedelta(seconds=1), maximum=_MAX_DRAIN
         ),
+        allows_unsafe_redis=environment.boolean("SLUICE_ALLOW_UNSAFE_REDIS", default=False),
         tokenization=TokenizationLimits(
             num_threads=environment.integer("SLUICE_TOKENIZE_THREADS", defaults.num_threads, minimum=1, maximum=64),
             max_prompt_bytes=environment.integer(
@@ -71,6 +74,7 @@ async def serve(config: GatewayConfig) -> None:
             keys=store,
             log=RedisDeltaLog(redis),
             quota=PermissiveQuota(),
+            check_stores=partial(wait_for_safe_redis, redis, allow_unsafe=config.allows_unsafe_redis),
         )
         await app.run(stop)
     finally:
@@ -89,6 +93,9 @@ def main() -> int:
     tracing = setup_tracing(service_name="gateway", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
     try:
         asyncio.run(serve(config))
+    except UnsafeRedisError as error:
+        sys.stderr.write(f"gateway: {error}\n")
+        return 2
     except TimeoutError as error:
         get_logger().error("gateway_start_failed", error=str(error))
         return 1

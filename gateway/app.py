@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
 from gateway.admin import AdminServicer, AdminStore
@@ -57,8 +57,11 @@ class GatewayApp:
         quota: QuotaPort,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
+        check_stores: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`check_stores` runs once, before serving; what it raises ends the start."""
         self._config = config
+        self._check_stores = check_stores
         self._sessions = sessions
         self._delta_log = log
         self.registry = ModelRegistry(config.models_dir)
@@ -113,6 +116,8 @@ class GatewayApp:
         self._background.append(asyncio.create_task(self.hub.run(), name="hub"))
         async with asyncio.timeout(self._config.start_timeout.total_seconds()):
             await self._wait_for_stores()
+            if self._check_stores is not None:
+                await self._check_stores()
             await self.hub.wait_connected()
         await self._server.set_serving(is_serving=True)
         self._background.append(asyncio.create_task(self._run_health(), name="health"))

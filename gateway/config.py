@@ -54,6 +54,7 @@ class GatewayConfig:
     drain: timedelta = timedelta(seconds=20)
     start_timeout: timedelta = timedelta(seconds=60)
     models_rescan: timedelta = timedelta(seconds=5)
+    allows_unsafe_redis: bool = False
     streams: StreamLimits = StreamLimits()
     tokenization: TokenizationLimits = TokenizationLimits()
     crash_file: Path | None = None

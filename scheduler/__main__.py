@@ -8,11 +8,14 @@ import time
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
+from redis.asyncio import Redis
+
 from inference.internal.v1 import scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
 from scheduler.loops import every
 from scheduler.queue.redis_queue import RedisAdmissionQueue
 from scheduler.redis_cancel_hints import RedisCancelHints
+from scheduler.retention import Retention, RetentionSettings
 from scheduler.wiring import build
 from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.grpc_server import GrpcServer
@@ -20,10 +23,12 @@ from service_kit.logging import configure_logging, get_logger
 from service_kit.telemetry import setup_tracing
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
+from state_store.delta_log.settings import LogSettings
 from state_store.errors import StoreUnavailableError
 from state_store.postgres.migrate import wait_for_schema
-from state_store.postgres.partitions import ensure_partitions
+from state_store.postgres.partitions import drop_partitions, ensure_partitions
 from state_store.postgres.store import PostgresStore
+from state_store.redis_checks import UnsafeRedisError, wait_for_safe_redis
 
 _log = get_logger()
 
@@ -33,7 +38,8 @@ RENEW_S = 1.0
 COMPARE_S = 1.0
 REAP_S = 1.0
 HINTS_S = 1.0
-PARTITION_S = 3600.0
+RETENTION_S = 5.0
+PARTITION_S = 60.0
 
 
 async def serve(config: SchedulerConfig) -> None:
@@ -44,11 +50,16 @@ async def serve(config: SchedulerConfig) -> None:
         loop.add_signal_handler(number, stop.set)
     if not await _wait_for_schema(config.postgres_dsn, stop):
         return
+    redis = connect_redis(config.redis_url)
+    if not await _wait_for_redis(redis, config, stop):
+        await redis.aclose()
+        return
     store = PostgresStore(config.postgres_dsn)
     await store.open()
-    redis = connect_redis(config.redis_url)
+    log = RedisDeltaLog(redis, settings=LogSettings(terminal_retention=config.log_kept))
+    retention = Retention(store=store, log=log, now=_now, settings=RetentionSettings(log_kept=config.log_kept))
     queue = RedisAdmissionQueue(redis)
-    parts = build(config, store=store, log=RedisDeltaLog(redis), queue=queue, hints=RedisCancelHints(redis))
+    parts = build(config, store=store, log=log, queue=queue, hints=RedisCancelHints(redis))
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
     server = GrpcServer(
         listen=config.listen,
@@ -64,9 +75,8 @@ async def serve(config: SchedulerConfig) -> None:
                 tasks.create_task(every(RENEW_S, parts.registry.renew_once, name="renew")),
                 tasks.create_task(every(COMPARE_S, parts.registry.compare_once, name="compare")),
                 tasks.create_task(every(REAP_S, parts.reaper.run_once, name="reaper")),
-                tasks.create_task(
-                    every(PARTITION_S, partial(_create_partitions, config.postgres_dsn), name="partitions")
-                ),
+                tasks.create_task(every(RETENTION_S, retention.run_once, name="retention")),
+                tasks.create_task(every(PARTITION_S, partial(_keep_partitions, config), name="partitions")),
             ]
             port = await server.start()
             await server.set_serving(is_serving=True)
@@ -99,11 +109,44 @@ async def _wait_for_schema(dsn: str, stop: asyncio.Event) -> bool:
     return False
 
 
-async def _create_partitions(dsn: str) -> None:
-    """Those of the coming days; what no partition was made for lies in the default one."""
-    created = await asyncio.to_thread(ensure_partitions, dsn, datetime.now(tz=UTC))
+async def _wait_for_redis(redis: Redis, config: SchedulerConfig, stop: asyncio.Event) -> bool:
+    """False when the process was told to stop first. Raises UnsafeRedisError, and TimeoutError when patience ends."""
+    stopping = asyncio.create_task(stop.wait())
+    checking = asyncio.create_task(wait_for_safe_redis(redis, allow_unsafe=config.allows_unsafe_redis))
+    try:
+        async with asyncio.timeout(STARTUP_PATIENCE.total_seconds()):
+            await asyncio.wait((stopping, checking), return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            await checking
+        return not stop.is_set()
+    finally:
+        stopping.cancel()
+        checking.cancel()
+        await asyncio.gather(stopping, checking, return_exceptions=True)
+
+
+async def _keep_partitions(config: SchedulerConfig) -> None:
+    """Creates those of the coming days and drops those whose time is over. What did not get its locks is tried again in the
+    next round; what no partition was made for lies in the default one."""
+    now = _now()
+    created = await asyncio.to_thread(ensure_partitions, config.postgres_dsn, now, max_tries=1)
     if created:
         _log.info("partitions_created", count=len(created))
+    if config.retention is None:
+        return
+    report = await asyncio.to_thread(drop_partitions, config.postgres_dsn, now, kept=config.retention)
+    if report.dropped or report.locked or report.deleted_strays:
+        _log.info(
+            "partitions_dropped",
+            dropped=report.dropped,
+            in_use=report.in_use,
+            locked=report.locked,
+            deleted_strays=report.deleted_strays,
+        )
+
+
+def _now() -> datetime:
+    return datetime.now(tz=UTC)
 
 
 def main() -> int:
@@ -117,6 +160,9 @@ def main() -> int:
     tracing = setup_tracing(service_name="scheduler", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
     try:
         asyncio.run(serve(config))
+    except UnsafeRedisError as error:
+        sys.stderr.write(f"scheduler: {error}\n")
+        return 2
     finally:
         tracing.shutdown()
     return 0

@@ -25,6 +25,11 @@ class SchedulerConfig:
     log_level: str
     log_format: LogFormat
     crash_file: Path | None
+    log_kept: timedelta = timedelta(minutes=10)
+    """How long the delta log outlives the end."""
+    retention: timedelta | None = timedelta(days=30)
+    """How long rows are kept; None is for ever."""
+    allows_unsafe_redis: bool = False
     shares_prefixes: bool = False
     """Whether tenants share cached prefixes. They then can tell from the time of a first token what others have asked."""
 
@@ -48,5 +53,14 @@ class SchedulerConfig:
             log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
             log_format=LogFormat(environment.choice("SLUICE_LOG_FORMAT", "json", tuple(LogFormat))),
             crash_file=environment.optional_path("SLUICE_CRASH_FILE"),
+            log_kept=environment.seconds(
+                "SLUICE_LOG_KEPT_S", timedelta(minutes=10), minimum=timedelta(seconds=1), maximum=timedelta(days=1)
+            ),
+            retention=_days(environment.integer("SLUICE_RETENTION_DAYS", 30, minimum=0, maximum=36_500)),
+            allows_unsafe_redis=environment.boolean("SLUICE_ALLOW_UNSAFE_REDIS", default=False),
             shares_prefixes=environment.boolean("SLUICE_SHARE_PREFIXES_BETWEEN_TENANTS", default=False),
         )
+
+
+def _days(number: int) -> timedelta | None:
+    return timedelta(days=number) if number else None
