@@ -2,6 +2,7 @@
 
 from state_store.memory.generations import MemoryGenerationWrites
 from state_store.memory.keys import MemoryKeys
+from state_store.memory.quota_use import MemoryQuotaUse
 from state_store.memory.reads import MemoryGenerationReads
 from state_store.memory.retention import MemoryRetention
 from state_store.memory.sessions import MemorySessions
@@ -9,6 +10,13 @@ from state_store.memory.usage import MemoryUsage
 
 
 class MemoryStore(
-    MemoryGenerationWrites, MemoryGenerationReads, MemorySessions, MemoryKeys, MemoryUsage, MemoryRetention
+    MemoryGenerationWrites,
+    MemoryGenerationReads,
+    MemorySessions,
+    MemoryKeys,
+    MemoryUsage,
+    MemoryRetention,
+    MemoryQuotaUse,
 ):
-    """GenerationStore, SessionStore, TenantStore, UsageStore and RetentionStore over one shared state; nothing outlives the process."""
+    """GenerationStore, SessionStore, TenantStore, UsageStore, RetentionStore and QuotaRecords over one shared state; nothing
+    outlives the process."""

@@ -3,6 +3,7 @@
 from state_store.postgres.generations import PostgresGenerations
 from state_store.postgres.keys import PostgresKeys
 from state_store.postgres.pool import Database, PoolSettings
+from state_store.postgres.quota_use import PostgresQuotaUse
 from state_store.postgres.retention import PostgresRetention
 from state_store.postgres.sessions import PostgresSessions
 from state_store.postgres.tenants import PostgresTenants
@@ -12,10 +13,16 @@ _DEFAULT_SETTINGS = PoolSettings()
 
 
 class PostgresStore(
-    PostgresGenerations, PostgresSessions, PostgresTenants, PostgresKeys, PostgresUsage, PostgresRetention
+    PostgresGenerations,
+    PostgresSessions,
+    PostgresTenants,
+    PostgresKeys,
+    PostgresUsage,
+    PostgresRetention,
+    PostgresQuotaUse,
 ):
-    """GenerationStore, SessionStore, TenantStore, UsageStore and RetentionStore over one connection pool. The schema must be there
-    (migrate.py)."""
+    """GenerationStore, SessionStore, TenantStore, UsageStore, RetentionStore and QuotaRecords over one connection pool. The
+    schema must be there (migrate.py)."""
 
     def __init__(self, dsn: str, *, settings: PoolSettings = _DEFAULT_SETTINGS) -> None:
         super().__init__(Database(dsn, settings))

@@ -1,12 +1,9 @@
 """Errors of the quotas. Pure."""
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from service_kit.errors import QuotaExceededError, Reason, UnavailableError
-
-if TYPE_CHECKING:
-    from state_store.quota.port import QuotaStanding
+from state_store.quota.port import QuotaStanding
 
 
 class QuotaUnavailableError(UnavailableError):
@@ -25,7 +22,7 @@ class LimitReachedError(QuotaExceededError):
     """A limit leaves no place; nothing was charged. `standing` is that of every limit that is set."""
 
     def __init__(
-        self, message: str, *, subject: str, retry_after: timedelta, standing: "tuple[QuotaStanding, ...]"
+        self, message: str, *, subject: str, retry_after: timedelta, standing: tuple[QuotaStanding, ...]
     ) -> None:
         super().__init__(message, subject=subject, retry_after=retry_after)
         self.standing = standing

@@ -10,7 +10,7 @@ import pytest
 
 from service_kit.ids import new_generation_id
 from state_store.model import Finish, State
-from state_store.postgres import finish, reads, retention, statements, submit
+from state_store.postgres import finish, quota_use, reads, retention, statements, submit
 from tests.support.generations import new_generation
 
 ID = new_generation_id()
@@ -50,6 +50,12 @@ HOT = {
     "queued_to_end_page": (statements.QUEUED_TO_END_PAGE, PAGE),
     "grace_page": (statements.GRACE_PAGE, PAGE),
     "running_of": (statements.RUNNING_SUMMARIES, {"session_ids": ["s"]}),
+    "quota_records": (quota_use._RECORDS, IDS),
+    "live_charges_page": (quota_use._LIVE_PAGE, PAGE),
+    "quota_use_now": (
+        quota_use._NOW,
+        {"minute": ID, "day": ID, "month": ID, "settled_before": NOW["now"]},
+    ),
     "prune": (reads._PRUNE_REQUEST_KEYS, NOW | {"limit": 100}),
     "unstored_page": (retention.UNSTORED_PAGE, PAGE | NOW | {"kept": timedelta(seconds=15)}),
     "delete_texts": (retention.DELETE_TEXTS, IDS | NOW),
