@@ -1,7 +1,8 @@
 """Figures of a benchmark, each with the limit it has to keep."""
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -23,12 +24,20 @@ class Figure:
 
     def __str__(self) -> str:
         limit = ""
-        if self.at_most is not None:
+        if self.at_most is not None and self.at_least is not None:
+            limit = f"{self.at_least:g} to {self.at_most:g}"
+        elif self.at_most is not None:
             limit = f"<= {self.at_most:g}"
         elif self.at_least is not None:
             limit = f">= {self.at_least:g}"
         verdict = "      " if not limit else "ok    " if self.is_kept else "MISSED"
-        return f"{verdict} {self.name:<62} {self.value:>9.3f} {limit:<8} {self.note}".rstrip()
+        return f"{verdict} {self.name:<62} {self.value:>9.3f} {limit:<12} {self.note}".rstrip()
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def report(figures: Iterable[Figure]) -> int:

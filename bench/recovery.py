@@ -9,7 +9,6 @@ is compared with what an undisturbed stream says.
 import argparse
 import asyncio
 import json
-import math
 import random
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from bench.figures import Figure, report
+from bench.figures import Figure, percentile, report
 from bench.recovery_streams import WatchedStream
 from sluice.client import SluiceClient
 from sluice.local.services import Service
@@ -192,12 +191,6 @@ class Bench:
             return all(row["session_id"] and row[key] > before[id_][key] for id_, row in now.items())
 
         await eventually(is_moved, what="another process serves the streams")
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def figures_of(fault: Fault, trials: Sequence[Trial]) -> Iterator[Figure]:

@@ -1,0 +1,135 @@
+"""What others' load costs a tenant's, or a class's, first token. Quiet and loaded rounds take turns, so that what disturbs
+the machine disturbs both."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from bench.fairness.arena import STEP_S, Arena, Plan, Setting, TenantPlan, run
+from bench.fairness.load import BATCH, INTERACTIVE, MakeAsk, Tenant, asks, background, keep_waiting, send_at_random
+from bench.figures import Figure, percentile
+
+_ROUNDS = 3
+_LOAD_GROWS_S = 3.0
+_DRAIN_S = 60.0
+_LIGHT_STEP_S = 0.1
+
+
+def light(plan: Plan) -> Sequence[Figure]:
+    """A light tenant, alone and beside one that keeps 10 times as many requests in flight as there are slots.
+
+    A slot that falls free is the least that the light one waits for, so the heavy one's requests are short; and so that
+    their number does not cost the machine too much, steps are long.
+    """
+    setting = Setting(tenants=[TenantPlan(name="heavy"), TenantPlan(name="light")], slots=24, step_s=_LIGHT_STEP_S)
+    return run(setting, _light, plan)
+
+
+async def _light(arena: Arena) -> Sequence[Figure]:
+    heavy, light = arena.tenants["heavy"], arena.tenants["light"]
+    make = asks(prompt_tokens=16, output_tokens=2)
+    alone: list[float] = []
+    beside: list[float] = []
+    shares = []
+    for _ in range(_ROUNDS):
+        alone += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(14))
+        load = keep_waiting(heavy, asks(prompt_tokens=16, output_tokens=4), arena.rng, count=240)
+        async with background(load):
+            await asyncio.sleep(_LOAD_GROWS_S)
+            arena.cpu.restart()
+            beside += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(14))
+            shares.append(arena.cpu.shares())
+        await until_idle(arena)
+    return [
+        *_spread("light tenant alone", alone),
+        *_spread("light tenant beside a heavy one", beside, at_most=1.3 * percentile(alone, 0.99) + _LIGHT_STEP_S),
+        *shares[-1].figures("light"),
+    ]
+
+
+def interactive(plan: Plan) -> Sequence[Figure]:
+    """INTERACTIVE requests while BATCH fills the KV memory and waits for more."""
+    setting = Setting(tenants=[TenantPlan(name="batch"), TenantPlan(name="person")], slots=32, num_blocks=64)
+    return run(setting, _interactive, plan)
+
+
+async def _interactive(arena: Arena) -> Sequence[Figure]:
+    batch, person = arena.tenants["batch"], arena.tenants["person"]
+    make = asks(prompt_tokens=16, output_tokens=4, priority_class=INTERACTIVE)
+    make_batch = asks(prompt_tokens=64, output_tokens=64, priority_class=BATCH)
+    alone: list[float] = []
+    loaded: list[float] = []
+    shares = []
+    num_unfinished = 0
+    for _ in range(_ROUNDS):
+        alone += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(13))
+        feeder = _BatchFeeder(arena, batch, make_batch, count=40)
+        async with asyncio.TaskGroup() as tasks:
+            feeding = tasks.create_task(feeder.run())
+            await asyncio.sleep(_LOAD_GROWS_S)
+            arena.cpu.restart()
+            loaded += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(13))
+            shares.append(arena.cpu.shares())
+            feeder.is_over = True
+            await asyncio.wait([feeding], timeout=_DRAIN_S)
+            feeding.cancel()
+    num_unfinished = sum(not call.is_whole for call in batch.calls)
+    return [
+        *_spread("INTERACTIVE, nothing else", alone),
+        *_spread("INTERACTIVE beside BATCH", loaded, at_most=1.5 * percentile(alone, 0.99) + 2 * STEP_S),
+        Figure(name="INTERACTIVE beside BATCH: samples", value=len(loaded), at_least=round(500 * arena.plan.scale)),
+        Figure(
+            name="BATCH requests that did not finish",
+            value=num_unfinished,
+            at_most=0,
+            note=f"of {len(batch.calls)}, {sum(call.output_tokens for call in batch.calls)} tokens",
+        ),
+        *shares[-1].figures("interactive"),
+    ]
+
+
+class _BatchFeeder:
+    """Keeps `count` requests in flight until `is_over`, then lets them end."""
+
+    def __init__(self, arena: Arena, tenant: Tenant, make: MakeAsk, *, count: int) -> None:
+        self.is_over = False
+        self._arena = arena
+        self._tenant = tenant
+        self._make = make
+        self._count = count
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._count):
+                tasks.create_task(self._one())
+
+    async def _one(self) -> None:
+        while not self.is_over:
+            await self._tenant.generate(self._make(self._arena.rng))
+
+
+async def _sample(arena: Arena, tenant: Tenant, make: MakeAsk, *, per_s: float, for_s: float) -> list[float]:
+    """TTFTs; a call that fails raises, because it would flatter the figure."""
+    num_before = len(tenant.calls)
+    await send_at_random(tenant, make, arena.rng, per_s=per_s, for_s=for_s)
+    calls = tenant.calls[num_before:]
+    failed = [call for call in calls if not call.is_whole]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(calls)} calls of {tenant.name} failed: {failed[0]}")
+    return [call.ttft_s for call in calls]
+
+
+async def until_idle(arena: Arena) -> None:
+    """No generation is live any more: what was cut off is over."""
+    give_up_s = time.monotonic() + _DRAIN_S
+    query = "SELECT count(*) AS live FROM generations WHERE state IN ('QUEUED', 'RUNNING')"
+    while (await arena.rows(query))[0]["live"]:
+        if time.monotonic() > give_up_s:
+            raise TimeoutError("generations are still live")
+        await asyncio.sleep(0.2)
+
+
+def _spread(name: str, values: Sequence[float], *, at_most: float | None = None) -> Sequence[Figure]:
+    note = f"p50 {percentile(values, 0.5):.3f}, p90 {percentile(values, 0.9):.3f} of {len(values)}"
+    limit = None if at_most is None else round(at_most, 4)
+    return [Figure(name=f"{name}: p99 TTFT, s", value=percentile(values, 0.99), at_most=limit, note=note)]
