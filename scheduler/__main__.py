@@ -57,9 +57,15 @@ async def serve(config: SchedulerConfig) -> None:
     store = PostgresStore(config.postgres_dsn)
     await store.open()
     log = RedisDeltaLog(redis, settings=LogSettings(terminal_retention=config.log_kept))
-    retention = Retention(store=store, log=log, now=_now, settings=RetentionSettings(log_kept=config.log_kept))
     queue = RedisAdmissionQueue(redis)
     parts = build(config, store=store, log=log, queue=queue, hints=RedisCancelHints(redis))
+    retention = Retention(
+        store=store,
+        log=log,
+        close_logs=parts.coordinator.close_logs,
+        now=_now,
+        settings=RetentionSettings(log_kept=config.log_kept),
+    )
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
     server = GrpcServer(
         listen=config.listen,

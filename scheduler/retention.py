@@ -1,4 +1,4 @@
-"""Deletes what is kept only for a time: texts that were not to be stored, dead sessions, days of old rows.
+"""Deletes what is kept only for a time: texts that were not to be stored, logs that nobody closed, dead sessions.
 
 A loop of its own beside the reaper's: it works in small batches, one after the other, and what cannot be done now is done in a
 later round. Every step may run on several schedulers.
@@ -13,12 +13,14 @@ from service_kit.errors import UnavailableError
 from service_kit.ids import GenerationId
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogWriter
+from state_store.model import GenerationRecord
 from state_store.ports import GenerationStore
 from state_store.retention_store import RetentionStore, UnstoredTexts
 
 _log = get_logger()
 
 BATCH = 100
+LOG_KEYS = 1000
 
 
 class Store(GenerationStore, RetentionStore, Protocol):
@@ -39,24 +41,31 @@ _DEFAULT_SETTINGS = RetentionSettings()
 
 
 class Retention:
-    """`run_once` every few seconds."""
+    """`run_once` every few seconds. `close_logs` tells the readers of final rows that they are final."""
 
     def __init__(
         self,
         *,
         store: Store,
         log: DeltaLogWriter,
+        close_logs: Callable[[Sequence[GenerationRecord]], Awaitable[None]],
         now: Callable[[], datetime],
         settings: RetentionSettings = _DEFAULT_SETTINGS,
     ) -> None:
         self._store = store
         self._log = log
+        self._close_logs = close_logs
         self._now = now
         self._settings = settings
+        self._place = 0
 
     async def run_once(self) -> None:
         """One round. A step that fails does not keep the others from running."""
-        steps: list[Callable[[], Awaitable[None]]] = [self.delete_unstored_texts, self.prune_sessions]
+        steps: list[Callable[[], Awaitable[None]]] = [
+            self.delete_unstored_texts,
+            self.close_forgotten_logs,
+            self.prune_sessions,
+        ]
         for step in steps:
             try:
                 await step()
@@ -85,6 +94,17 @@ class Retention:
             for item, last_watched_at in zip(page, watched, strict=True)
             if is_over(item, last_watched_at, settings=self._settings, now=now)
         ]
+
+    async def close_forgotten_logs(self) -> None:
+        """Logs of ended generations that were not closed, because their scheduler died or Redis was away between the commit
+        and that: unclosed they would be kept as long as live ones are. One page in each round."""
+        unsealed, self._place = await self._log.unsealed_page(self._place, limit=LOG_KEYS)
+        for start in range(0, len(unsealed), BATCH):
+            records = await self._store.get_many(unsealed[start : start + BATCH])
+            over = [record for record in records if record is not None and record.state.is_terminal]
+            if over:
+                await self._close_logs(over)
+                _log.warning("forgotten_logs_closed", count=len(over))
 
     async def prune_sessions(self) -> None:
         kept = self._settings.sessions_kept

@@ -108,6 +108,13 @@ class MemoryDeltaLog:
             self._logs.pop(generation_id, None)
             self._lease_ends.pop(generation_id, None)
 
+    async def unsealed_page(self, place: int, *, limit: int) -> tuple[list[GenerationId], int]:
+        self._check_reachable()
+        names = sorted(self._logs)
+        page = names[place : place + limit]
+        unsealed = [each for each in page if (log := self._find(each)) is not None and log.terminal is None]
+        return unsealed, place + limit if place + limit < len(names) else 0
+
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         self._check_reachable()
         return [self._view(generation_id, after) for generation_id, after in items]

@@ -155,6 +155,10 @@ class DeltaLogWriter(Protocol):
     async def drop_many(self, generation_ids: Sequence[GenerationId]) -> None:
         """Deletes logs and watchers ahead of their expiry. Only for generations whose row is final. Idempotent."""
 
+    async def unsealed_page(self, place: int, *, limit: int) -> tuple[list[GenerationId], int]:
+        """Some of the logs that have no terminal, and the place to go on from; a round begins and ends with place 0. A log
+        that is there during the whole round is named at least once. Looks at about `limit` keys."""
+
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         """Views with the deltas that end behind each stated sequence number; watches nothing."""
 

@@ -45,6 +45,7 @@ _OPEN, _APPEND, _SEAL, _ATTACH = (_script(name) for name in ("open", "append", "
 _READ, _WATCH, _UNWATCH, _LAST_WATCHED = (_script(name) for name in ("read", "watch", "unwatch", "last_watched"))
 _KEPT_SINCE, _DROP = _script("kept_since"), _script("drop")
 
+_ID_LENGTH = 36
 _Item = tuple[GenerationId, tuple[Argument, ...]]
 
 
@@ -98,6 +99,17 @@ class RedisDeltaLog:
 
     async def drop_many(self, generation_ids: Sequence[GenerationId]) -> None:
         await self._run(_DROP, [(generation_id, ()) for generation_id in generation_ids])
+
+    async def unsealed_page(self, place: int, *, limit: int) -> tuple[list[GenerationId], int]:
+        with unavailable_as(LogUnavailableError, "the delta log"):
+            # Each `?` is one character of an id: the other keys of a generation have longer names.
+            place, keys = await self._client.scan(place, match=f"log:{{s*}}:{'?' * _ID_LENGTH}", count=limit)
+            async with self._client.pipeline(transaction=False) as pipeline:
+                for key in keys:
+                    pipeline.hexists(key, "terminal")
+                is_sealed = await pipeline.execute()
+        named = [GenerationId(_text(key)[-_ID_LENGTH:]) for key in keys]
+        return [each for each, is_over in zip(named, is_sealed, strict=True) if not is_over], int(place)
 
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         replies = await self._run(_READ, [(generation_id, (after,)) for generation_id, after in items])
@@ -222,3 +234,7 @@ def _view(generation_id: GenerationId, reply: list[Any]) -> LogView:
         deltas=tuple(unpack_delta(delta) for delta in deltas),
         terminal=unpack_end(terminal) if terminal else None,
     )
+
+
+def _text(key: bytes | str) -> str:
+    return key.decode() if isinstance(key, bytes) else key

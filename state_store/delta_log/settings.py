@@ -8,8 +8,7 @@ from datetime import timedelta
 class LogSettings:
     """`live_retention` is a net, renewed by open and append: it only bounds what a lost terminal seal would leak.
 
-    `watch_retention` keeps when a generation without a live log was last watched; with a live log it is kept as long as
-    the log. A longer list than `max_items_per_call` is sent as several script calls, so that none blocks the server long.
+    `watch_retention` keeps when a generation without a log was last watched; with a log it is kept as long as the log. A longer list than `max_items_per_call` is sent as several script calls, so that none blocks the server long.
     """
 
     watch_lease: timedelta = timedelta(seconds=15)

@@ -233,6 +233,7 @@ def decode_submit(request: scheduler_pb2.SubmitRequest) -> NewGeneration:
         queue_timeout=request.queue_timeout.ToTimedelta(),
         deadline=request.deadline.ToTimedelta() if request.HasField("deadline") else None,
         traceparent=request.traceparent,
+        is_stored=request.store if request.HasField("store") else True,
     )
 
 

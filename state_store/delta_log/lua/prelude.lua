@@ -19,6 +19,7 @@ local function read_log(key)
     return nil
   end
   return {
+    key = key,
     attempt = tonumber(fields[1]),
     is_open = fields[2] == '1',
     base = tonumber(fields[3]),
@@ -66,12 +67,16 @@ local function keep(log_key, deltas_key, now, retention_ms)
   redis.call('PEXPIRE', deltas_key, retention_ms)
 end
 
--- Ended leases say no more than the new one does: the latest lease end is when the generation was last watched.
+-- Ended leases say no more than the new one does: the latest lease end is when the generation was last watched. Who watches
+-- an ended generation is forgotten with its log.
 local function watch(log, watchers_key, gateway, now, lease_ms, retention_ms, live_retention_ms)
   redis.call('ZREMRANGEBYSCORE', watchers_key, '-inf', int(now))
   redis.call('ZADD', watchers_key, int(now + lease_ms), gateway)
-  local is_live = log and not log.terminal
-  redis.call('PEXPIRE', watchers_key, is_live and live_retention_ms or retention_ms)
+  local kept_ms = retention_ms
+  if log then
+    kept_ms = log.terminal and redis.call('PTTL', log.key) or live_retention_ms
+  end
+  redis.call('PEXPIRE', watchers_key, kept_ms)
 end
 
 local function u32(number)

@@ -140,3 +140,15 @@ async def test_gone_watchers_are_forgotten_when_another_comes(client: Redis) -> 
         await log.attach_many(GatewayId(f"gw-{index}"), [(generation_id, 0)])
         now[0] += timedelta(seconds=16)
     assert await client.zcard(f"log:{{s0}}:{generation_id}:watchers") == 1
+
+
+async def test_whoever_watches_an_ended_log_is_forgotten_with_it(client: Redis) -> None:
+    log, generation_id = RedisDeltaLog(client), new_generation_id()
+    await log.open_many([OpenItem(generation_id=generation_id, attempt=1)])
+    await log.append_many([AppendItem(generation_id=generation_id, attempt=1, delta=delta_after(Cursor(), 1))])
+    await log.seal_many([SealItem(generation_id=generation_id, attempt=1, terminal=ENDED)])
+    await log.attach_many(GATEWAY, [(generation_id, 0)])
+    await log.watch_many(GATEWAY, [generation_id])
+    ended = await _expiries(client)
+    assert ended.keys() == {generation_id, "deltas", "watchers"}
+    assert all(9 * MINUTE_MS < left <= 10 * MINUTE_MS for left in ended.values())
