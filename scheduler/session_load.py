@@ -8,6 +8,9 @@ from state_store.model import PriorityClass
 
 BlocksByClass = tuple[int, int, int]
 """Indexed by the rank of the priority class."""
+EXPECTED_FOR_S = 10.0
+"""How long a prefix is believed to come that was sent to a worker and that it has not announced: longer than a prefill."""
+MAX_EXPECTED_DIGESTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +35,49 @@ def room_by_class(reported: Sequence[int], *, num_free_blocks: int) -> BlocksByC
     return interactive, standard, batch
 
 
+class ExpectedPrefixes:
+    """Owner of the digests that one worker will have cached when it has computed what was sent to it: until it announces
+    them, or for some seconds. Of more than `max_digests` the oldest are forgotten, which costs a detour and nothing else."""
+
+    def __init__(self, max_digests: int = MAX_EXPECTED_DIGESTS) -> None:
+        self._max_digests = max_digests
+        self._until_s: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def add(self, digests: Iterable[int], *, now_s: float) -> None:
+        for digest in digests:
+            self._until_s.pop(digest, None)  # to the end of the order of insertion, which is that of the ends
+            self._until_s[digest] = now_s + EXPECTED_FOR_S
+        self._forget_over(now_s)
+
+    def forget(self, digest: int) -> None:
+        self._until_s.pop(digest, None)
+
+    def has(self, digest: int, *, now_s: float) -> bool:
+        return self._until_s.get(digest, now_s) > now_s
+
+    def _forget_over(self, now_s: float) -> None:
+        num_extra = len(self._until_s) - self._max_digests
+        over = []
+        for index, (digest, until_s) in enumerate(self._until_s.items()):
+            if index >= num_extra and until_s > now_s:
+                break
+            over.append(digest)
+        for digest in over:
+            del self._until_s[digest]
+
+
 class PrefixSet:
-    """Owner of the digests that one worker has cached, as far as it has said; at most `max_digests`: what comes beyond is
-    not kept, which costs a detour and nothing else."""
+    """Owner of the digests that one worker has cached, as far as it has said, and of those that it soon will have: what was
+    sent to it and not announced yet. At most `max_digests` of the former: what comes beyond is not kept, which costs a
+    detour and nothing else."""
 
     def __init__(self, max_digests: int = MAX_ANNOUNCED_DIGESTS) -> None:
         self._max_digests = max_digests
         self._digests: set[int] = set()
+        self._expected = ExpectedPrefixes()
 
     def __len__(self) -> int:
         return len(self._digests)
@@ -51,9 +90,18 @@ class PrefixSet:
     def change(self, *, added: Iterable[int], removed: Iterable[int]) -> None:
         self._digests.difference_update(removed)
         for digest in added:
+            self._expected.forget(digest)
             if len(self._digests) >= self._max_digests:
                 return
             self._digests.add(digest)
+
+    def expect(self, digests: Iterable[int], *, now_s: float) -> None:
+        """A prompt with these blocks was sent to the worker."""
+        self._expected.add((digest for digest in digests if digest not in self._digests), now_s=now_s)
+
+    def has(self, digest: int, *, now_s: float) -> bool:
+        """Whether the worker has the block, or will have it soon."""
+        return digest in self._digests or self._expected.has(digest, now_s=now_s)
 
     def num_cached_blocks(self, digests: Sequence[int]) -> int:
         """Length of the leading run of `digests`, those of a prompt's blocks in order, that the worker has."""

@@ -27,6 +27,7 @@ from state_store.model import (
     SessionRecord,
     State,
 )
+from state_store.tenant_store import WeightStore
 
 
 class SubmitKind(StrEnum):
@@ -144,6 +145,11 @@ class GenerationStore(Protocol):
     async def submit_many(self, items: Sequence[NewGeneration], *, now: datetime | None = None) -> list[SubmitResult]:
         """Commits request key and QUEUED row, or finds what the tenant's request_id names. Two items of one call may
         carry the same request_id: the first one decides. Idempotent."""
+
+    async def attach_many(
+        self, items: Sequence[NewGeneration], *, now: datetime | None = None
+    ) -> list[SubmitResult | None]:
+        """What `submit_many` would find, without writing anything; None for what it would create."""
 
     async def grant_many(self, items: Sequence[GrantRequest], *, now: datetime | None = None) -> list[GrantResult]:
         """QUEUED → RUNNING with attempt + 1 and an attempts row. Locks each session row FOR SHARE and checks state, epoch
@@ -288,5 +294,5 @@ class SessionStore(Protocol):
     async def list_sessions(self, *, include_over: bool = False) -> list[SessionRecord]: ...
 
 
-class Store(GenerationStore, SessionStore, Protocol):
-    """Both halves of the truth."""
+class Store(GenerationStore, SessionStore, WeightStore, Protocol):
+    """All that a scheduler asks of the truth."""

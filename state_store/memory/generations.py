@@ -52,17 +52,26 @@ class MemoryGenerationWrites(MemoryPart):
         return [self._submit(item, self._at(now)) for item in items]
 
     def _submit(self, item: NewGeneration, now: datetime) -> SubmitResult:
+        found = self._attach(item, now)
+        if found is not None:
+            return found
         name = (item.tenant_id, item.request_id)
-        key = self._data.request_keys.get(name)
+        self._data.request_keys[name] = RequestKey(generation_id=item.generation_id, request_hash=item.request_hash)
+        self._data.queued_at[item.generation_id] = now
+        return SubmitResult(kind=SubmitKind.CREATED, record=self._put(queued_record(item, now)))
+
+    async def attach_many(
+        self, items: Sequence[NewGeneration], *, now: datetime | None = None
+    ) -> list[SubmitResult | None]:
+        return [self._attach(item, self._at(now)) for item in items]
+
+    def _attach(self, item: NewGeneration, now: datetime) -> SubmitResult | None:
+        key = self._data.request_keys.get((item.tenant_id, item.request_id))
         if key is not None and (key.expires_at is None or key.expires_at >= now):
             kind = SubmitKind.EXISTING if key.request_hash == item.request_hash else SubmitKind.CONFLICT
             return SubmitResult(kind=kind, record=self._data.generations[key.generation_id])
         taken = self._data.generations.get(item.generation_id)
-        if taken is not None:
-            return SubmitResult(kind=SubmitKind.CONFLICT, record=taken)
-        self._data.request_keys[name] = RequestKey(generation_id=item.generation_id, request_hash=item.request_hash)
-        self._data.queued_at[item.generation_id] = now
-        return SubmitResult(kind=SubmitKind.CREATED, record=self._put(queued_record(item, now)))
+        return SubmitResult(kind=SubmitKind.CONFLICT, record=taken) if taken is not None else None
 
     async def grant_many(self, items: Sequence[GrantRequest], *, now: datetime | None = None) -> list[GrantResult]:
         return [self._grant(item, self._at(now)) for item in items]

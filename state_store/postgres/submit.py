@@ -45,13 +45,18 @@ class PostgresSubmit(PostgresPart):
         }
         others = [(index, item) for index, item in items if index not in results]
         if others:
-            named = await self._find_named([item for _, item in others], now)
-            taken = await self._find_taken([item for _, item in others if _name(item) not in named])
-            for index, item in others:
-                result = _existing(item, named, taken)
-                if result is not None:
-                    results[index] = result
+            found = await self.attach_many([item for _, item in others], now=now)
+            results.update(
+                {index: result for (index, _), result in zip(others, found, strict=True) if result is not None}
+            )
         return results
+
+    async def attach_many(
+        self, items: Sequence[NewGeneration], *, now: datetime | None = None
+    ) -> list[SubmitResult | None]:
+        named = await self._find_named(items, now)
+        taken = await self._find_taken([item for item in items if _name(item) not in named])
+        return [_existing(item, named, taken) for item in items]
 
     async def _insert(self, items: Sequence[NewGeneration], now: datetime | None) -> dict[GenerationId, datetime]:
         found = await self._database.fetch(statements.SUBMIT, {**_columns(items), "now": now})

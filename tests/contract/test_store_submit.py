@@ -142,3 +142,30 @@ async def test_an_old_end_does_not_expire_the_request_id_of_a_newer_generation(s
 
 async def test_a_request_id_that_no_store_can_hold_names_nothing(store: Store) -> None:
     assert await store.find_by_request_id(TenantId("tenant-a"), RequestId("a\x00b")) is None
+
+
+async def test_attaching_finds_what_a_submit_would_find_and_writes_nothing(store: Store) -> None:
+    known = new_generation()
+    await store.submit_many([known], now=NOW)
+    again = new_generation(request_id=known.request_id)
+    other_hash = replace(again, request_hash=b"other")
+    same_id = new_generation(generation_id=known.generation_id)
+    fresh = new_generation()
+    found = await store.attach_many([again, other_hash, same_id, fresh], now=NOW)
+    assert [result.kind if result is not None else None for result in found] == [
+        SubmitKind.EXISTING,
+        SubmitKind.CONFLICT,
+        SubmitKind.CONFLICT,
+        None,
+    ]
+    assert all(result is None or result.record.generation_id == known.generation_id for result in found)
+    assert await store.get_many([fresh.generation_id]) == [None]
+    assert await store.attach_many([]) == []
+
+
+async def test_an_expired_request_id_attaches_to_nothing(store: Store) -> None:
+    known = await submitted(store)
+    await store.finish_many([end_of_queued(known)], now=NOW)
+    again = new_generation(request_id=known.request_id)
+    later = NOW + timedelta(hours=25)
+    assert await store.attach_many([again], now=later) == [None]
