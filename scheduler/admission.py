@@ -3,22 +3,20 @@
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import assert_never
 
 from scheduler.batcher import Batcher
 from scheduler.policy import queue_entry_of
-from scheduler.queue.port import AdmissionQueue, EnqueueStatus
+from scheduler.queue.port import AdmissionQueue, BoundCheck, BoundStatus
 from service_kit.crash_point import CrashPoints
-from service_kit.errors import AlreadyExistsError, Reason, UnavailableError
+from service_kit.errors import AlreadyExistsError, QuotaExceededError, Reason, UnavailableError
 from service_kit.logging import get_logger
 from service_kit.sampling import MAX_SEED
-from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass, State
+from state_store.model import GenerationRecord, NewGeneration, State
 from state_store.ports import GenerationStore, SubmitKind, SubmitResult
 from state_store.quota.port import QuotaCharge, QuotaPort
 
 _log = get_logger()
-
-QUEUE_FULL_MEMORY_S = 1.0
-"""How long a full queue refuses before anything is committed. What was already committed waits for the reaper."""
 
 
 class Admission:
@@ -32,27 +30,23 @@ class Admission:
         quota: QuotaPort,
         crash_points: CrashPoints,
         on_queued: Callable[[], None],
-        clock: Callable[[], float],
     ) -> None:
-        """`on_queued` wakes the dispatcher; `clock` is monotonic seconds."""
+        """`on_queued` wakes the dispatcher."""
         self._queue = queue
         self._store = store
         self._quota = quota
         self._crash_points = crash_points
         self._on_queued = on_queued
-        self._clock = clock
-        self._full_until_s: dict[tuple[ModelKey, PriorityClass], float] = {}
         self._commits: Batcher[NewGeneration, SubmitResult] = Batcher(self._commit)
         self.is_draining = False
 
     async def submit(self, generation: NewGeneration, *, has_seed: bool) -> SubmitResult:
         """Commits the generation, or finds the one that has its request_id. Raises AlreadyExistsError when that one has
-        other arguments, UnavailableError when nothing can be committed."""
+        other arguments, UnavailableError when nothing can be committed or everybody's queue is full, QuotaExceededError
+        when the tenant's part of it is."""
         if self.is_draining:
             raise UnavailableError("the scheduler is shutting down", reason=Reason.DRAINING)
-        full_until_s = self._full_until_s.get((generation.model_key, generation.priority_class), 0.0)
-        if self._clock() < full_until_s:
-            raise UnavailableError("the queue of this model and class is full", reason=Reason.QUEUE_FULL)
+        await self._check_bounds(generation)
         if not has_seed:
             seeded = replace(generation.sampling, seed=secrets.randbelow(MAX_SEED))
             generation = replace(generation, sampling=seeded)
@@ -63,6 +57,37 @@ class Admission:
                 metadata={"generation_id": result.record.generation_id, "request_id": generation.request_id},
             )
         return result
+
+    async def _check_bounds(self, generation: NewGeneration) -> None:
+        """A queue that cannot be reached bounds nothing: the row waits for the reaper."""
+        check = BoundCheck(
+            model_key=generation.model_key,
+            tenant_id=generation.tenant_id,
+            priority_class=generation.priority_class,
+            prompt_tokens=len(generation.prompt_token_ids),
+        )
+        try:
+            (verdict,) = await self._queue.check_many([check])
+        except UnavailableError:
+            return
+        match verdict.status:
+            case BoundStatus.FREE:
+                return
+            case BoundStatus.TENANT_FULL:
+                raise QuotaExceededError(
+                    "too many requests of the tenant wait for this model",
+                    subject=f"tenant:{generation.tenant_id}:queue",
+                    reason=Reason.TENANT_QUEUE_FULL,
+                    retry_after=verdict.retry_after,
+                )
+            case BoundStatus.QUEUE_FULL:
+                raise UnavailableError(
+                    "the queue of this model and class is full",
+                    reason=Reason.QUEUE_FULL,
+                    retry_after=verdict.retry_after,
+                )
+            case _:
+                assert_never(verdict.status)
 
     async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult]:
         self._crash_points.hit("submit.received")
@@ -92,14 +117,10 @@ class Admission:
         if not entries:
             return
         try:
-            statuses = await self._queue.enqueue_many(entries, is_bounded=True)
+            await self._queue.enqueue_many(entries)
         except UnavailableError:
             _log.warning("enqueue_left_to_reaper", count=len(entries))
             return
-        for entry, status in zip(entries, statuses, strict=True):
-            if status is EnqueueStatus.FULL:
-                _log.warning("queue_full", generation_id=entry.generation_id, priority_class=entry.priority_class)
-                self._full_until_s[entry.model_key, entry.priority_class] = self._clock() + QUEUE_FULL_MEMORY_S
         self._on_queued()
 
 

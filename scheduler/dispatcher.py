@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import datetime
 
 from scheduler.assignments import Assignments
@@ -76,10 +75,9 @@ class Dispatcher:
         has_granted = False
         for session in self._registry.ready():
             room = room_of(session.capacity())
-            if room.max_entries == 0:
+            if not any(room.max_entries):
                 continue
-            room = replace(room, max_entries=min(room.max_entries, MAX_POP))
-            popped = await self._queue.pop(session.session.model_key, room)
+            popped = await self._queue.pop(session.session.model_key, [room], max_entries=MAX_POP)
             if popped:
                 has_granted |= await self._grant(session, popped)
         return has_granted
@@ -105,11 +103,13 @@ class Dispatcher:
         for record in granted:
             session.expect(record)
             self._record_wait(record)
-        fenced = [item for item, r in zip(popped, results, strict=True) if r.kind is GrantKind.FENCED]
-        done = [item for item, r in zip(popped, results, strict=True) if r.kind is not GrantKind.FENCED]
         await self._assign(session, granted)
-        await self._queue.ack_many(done)
-        await self._queue.return_many(fenced)
+        for kind, settle in (
+            (GrantKind.GRANTED, self._queue.ack_many),
+            (GrantKind.NOT_QUEUED, self._queue.drop_many),
+            (GrantKind.FENCED, self._queue.return_many),
+        ):
+            await settle([item for item, r in zip(popped, results, strict=True) if r.kind is kind])
         return bool(granted)
 
     async def _assign(self, session: WorkerSession, granted: Sequence[GenerationRecord]) -> None:

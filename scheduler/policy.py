@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import accumulate
 
-from scheduler.queue.port import QueueEntry, Room
+from scheduler.queue.port import QueueEntry, SessionRoom
 from service_kit.delta import Cursor, Delta
 from service_kit.errors import Reason
-from service_kit.ids import TenantId
+from service_kit.ids import SessionId, TenantId
 from service_kit.sampling import FinishReason
 from state_store.model import CancelCause, Finish, GenerationRecord, GenerationRow, State
 from state_store.ports import AttemptRef
@@ -95,6 +95,7 @@ def queue_entry_of(record: GenerationRow, *, output_tokens: int = 0) -> QueueEnt
         prompt_tokens=record.num_prompt_tokens,
         max_tokens=record.num_prompt_tokens + output_tokens + 1,
         arrived_at=record.created_at,
+        order_at=min(record.queue_deadline_at, record.deadline_at or record.queue_deadline_at),
         deadline_at=min((limit for limit in limits if limit is not None), default=None),
         is_charged=record.charged_attempts > 0,
     )
@@ -105,8 +106,10 @@ class Capacity:
     """A session as the dispatcher sees it. `room_blocks` of its latest report and `unseen_tokens`, the context of what was
     dispatched but does not show in it yet, are by rank of the class."""
 
+    session_id: SessionId
     max_running: int
     num_outstanding: int
+    num_blocks: int
     room_blocks: tuple[int, int, int]
     block_size: int
     unseen_tokens: tuple[int, int, int]
@@ -119,20 +122,20 @@ LOOK_AHEAD = 2
 """Attempts given to a session beyond its batch, so that the round trip to the scheduler is hidden."""
 
 
-def room_of(capacity: Capacity) -> Room:
+def room_of(capacity: Capacity) -> SessionRoom:
     """What a session can take now; reports older than the last dispatch are corrected by what it has not yet seen."""
-    if capacity.is_draining:
-        return Room(max_entries=0, max_tokens=(0, 0, 0))
-    entries = capacity.max_running + LOOK_AHEAD - capacity.num_outstanding
+    entries = 0 if capacity.is_draining else max(0, capacity.max_running + LOOK_AHEAD - capacity.num_outstanding)
     # What was dispatched of a lower class takes nothing from a higher one: its blocks can be taken from it.
     unseen = accumulate(capacity.unseen_tokens)
     interactive, standard, batch = (
         max(0, blocks * capacity.block_size - tokens)
         for blocks, tokens in zip(capacity.room_blocks, unseen, strict=True)
     )
-    return Room(
-        max_entries=max(0, entries),
+    return SessionRoom(
+        session_id=capacity.session_id,
+        max_entries=(entries, entries, entries),
         max_tokens=(interactive, standard, batch),
+        capacity_tokens=capacity.num_blocks * capacity.block_size,
         max_charged=int(not capacity.has_suspect),
     )
 

@@ -96,7 +96,7 @@ class Reaper:
             return
         count = 0
         async for page in self._queued_pages(min_age=timedelta(0)):
-            await self._queue.enqueue_many([queue_entry_of(record) for record in page], is_bounded=False)
+            await self._queue.enqueue_many([queue_entry_of(record) for record in page], is_rebuild=True)
             count += len(page)
         await self._queue.mark_ready()
         _log.info("queue_rebuilt", entries=count)
@@ -125,8 +125,7 @@ class Reaper:
 
     async def return_in_flight(self) -> None:
         """Entries popped by a dispatcher that died before its grant."""
-        keys = {session.model_key for session in await self._store.list_sessions()}
-        returned = await self._queue.reap_in_flight(list(keys))
+        returned = await self._queue.reap_in_flight(await self._queue.model_keys())
         if returned:
             _log.warning("in_flight_returned", count=returned)
 
@@ -137,7 +136,7 @@ class Reaper:
             missing = [record for record, is_known in zip(page, known, strict=True) if not is_known]
             if missing:
                 _log.warning("unqueued_rows_queued", count=len(missing))
-                await self._queue.enqueue_many([queue_entry_of(r) for r in missing], is_bounded=False)
+                await self._queue.enqueue_many([queue_entry_of(r) for r in missing])
 
     async def _queued_pages(self, *, min_age: timedelta) -> AsyncIterator[list[GenerationSummary]]:
         after: GenerationId | None = None

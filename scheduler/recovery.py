@@ -104,8 +104,7 @@ class Recovery:
                 queue_entry_of(record, output_tokens=tokens[record.generation_id])
                 for record in now
                 if not record.state.is_terminal and record.generation_id not in ended_ids
-            ],
-            is_bounded=False,
+            ]
         )
         await self.end_rows(exhausted)
 

@@ -102,7 +102,6 @@ def build(
         quota=quota,
         crash_points=crash_points,
         on_queued=dispatcher.wake,
-        clock=clocks.monotonic_s,
     )
     cancellation = Cancellation(store=store, registry=registry, recovery=recovery, hints=hints or NoCancelHints())
     reaper = Reaper(

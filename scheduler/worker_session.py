@@ -77,8 +77,10 @@ class WorkerSession:
 
     def capacity(self) -> Capacity:
         return Capacity(
+            session_id=self.session.session_id,
             max_running=self.session.max_running,
             num_outstanding=len(self.table),
+            num_blocks=self.session.num_blocks,
             room_blocks=self.load.room_blocks,
             block_size=self.session.block_size,
             unseen_tokens=self.table.unseen_tokens(),

@@ -2,28 +2,28 @@
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 
-from scheduler.queue.codec import to_ms
+from scheduler.queue.batches import indexes_by_model
+from scheduler.queue.bounds import Load, ModelLoad, judge_many
+from scheduler.queue.codec import charge_cost_of, tenant_name, to_us
 from scheduler.queue.errors import QueueNotReadyError, QueueUnavailableError
-from scheduler.queue.port import EnqueueStatus, Popped, QueueEntry, Room
+from scheduler.queue.model_queue import ModelQueue, Slot
+from scheduler.queue.port import (
+    BoundCheck,
+    BoundStatus,
+    BoundVerdict,
+    EnqueueStatus,
+    OutputCharge,
+    Popped,
+    QueueDepth,
+    QueueEntry,
+    SessionRoom,
+)
+from scheduler.queue.selection import Selection
 from scheduler.queue.settings import QueueSettings
 from service_kit.ids import GenerationId
-from state_store.model import ModelKey, PriorityClass
-
-
-@dataclass(slots=True)
-class _Slot:
-    """An entry and, while it is in flight, its pop."""
-
-    entry: QueueEntry
-    pop_id: str | None = None
-    held_until: datetime | None = None
-
-    @property
-    def place(self) -> tuple[int, int, GenerationId]:
-        return self.entry.priority_class.rank, to_ms(self.entry.arrived_at), self.entry.generation_id
+from state_store.model import ModelKey
 
 
 class MemoryAdmissionQueue:
@@ -35,79 +35,103 @@ class MemoryAdmissionQueue:
     def __init__(self, clock: Callable[[], datetime], settings: QueueSettings | None = None) -> None:
         self._clock = clock
         self._settings = settings or QueueSettings()
-        self._slots_by_model: dict[ModelKey, dict[GenerationId, _Slot]] = {}
+        self._queues: dict[ModelKey, ModelQueue] = {}
         self._has_marker = False
         self.is_reachable = True
 
     def lose_all(self) -> None:
-        self._slots_by_model.clear()
+        self._queues.clear()
         self._has_marker = False
 
-    async def enqueue_many(self, entries: Sequence[QueueEntry], *, is_bounded: bool) -> list[EnqueueStatus]:
-        if is_bounded:
-            self._check_ready()
-        else:
-            self._check_reachable()
-        return [self._enqueue(entry, is_bounded=is_bounded) for entry in entries]
+    def state_of(self, model_key: ModelKey) -> ModelQueue:
+        """The model's structures, for tests that look inside."""
+        return self._queues.setdefault(model_key, ModelQueue())
 
-    async def pop(self, model_key: ModelKey, room: Room) -> list[Popped]:
+    async def check_many(self, checks: Sequence[BoundCheck]) -> list[BoundVerdict]:
         self._check_ready()
-        now = self._clock()
-        slots = self._slots(model_key)
-        popped: list[Popped] = []
-        num_tokens, num_charged = 0, 0
-        for slot in sorted((slot for slot in slots.values() if slot.pop_id is None), key=lambda slot: slot.place):
-            entry = slot.entry
-            if len(popped) >= room.max_entries:
-                break
-            if entry.deadline_at is not None and entry.deadline_at <= now:
-                del slots[entry.generation_id]
-                continue
-            if num_charged + entry.is_charged > room.max_charged and entry.is_charged:
-                continue
-            if num_tokens + entry.max_tokens > room.max_tokens[entry.priority_class.rank]:
-                break
-            num_tokens += entry.max_tokens
-            num_charged += entry.is_charged
-            slot.pop_id, slot.held_until = uuid.uuid4().hex, now + self._settings.pop_hold
-            popped.append(Popped(entry=entry, pop_id=slot.pop_id))
-        return popped
+        verdicts = [BoundVerdict(status=BoundStatus.FREE)] * len(checks)
+        for model_key, indexes in indexes_by_model([check.model_key for check in checks]).items():
+            part = [checks[index] for index in indexes]
+            judged = judge_many(part, self._load(model_key, part), self._settings)
+            for index, verdict in zip(indexes, judged, strict=True):
+                verdicts[index] = verdict
+        return verdicts
+
+    async def enqueue_many(self, entries: Sequence[QueueEntry], *, is_rebuild: bool = False) -> list[EnqueueStatus]:
+        if is_rebuild:
+            self._check_reachable()
+        else:
+            self._check_ready()
+        return [self._enqueue(entry) for entry in entries]
+
+    async def pop(self, model_key: ModelKey, rooms: Sequence[SessionRoom], *, max_entries: int) -> list[Popped]:
+        self._check_ready()
+        selection = Selection(
+            self.state_of(model_key), self._settings, now_us=to_us(self._clock()), pop_id=uuid.uuid4().hex
+        )
+        return selection.run(rooms, max_entries)
 
     async def ack_many(self, popped: Sequence[Popped]) -> None:
         self._check_ready()
-        for pop in popped:
-            if self._find_popped(pop) is not None:
-                del self._slots(pop.entry.model_key)[pop.entry.generation_id]
+        for queue, slot in self._in_flight(popped):
+            queue.discard(slot.entry.generation_id, is_refunded=False)
+
+    async def drop_many(self, popped: Sequence[Popped]) -> None:
+        self._check_ready()
+        for queue, slot in self._in_flight(popped):
+            queue.discard(slot.entry.generation_id, is_refunded=True)
 
     async def return_many(self, popped: Sequence[Popped]) -> None:
         self._check_ready()
-        for pop in popped:
-            slot = self._find_popped(pop)
-            if slot is not None:
-                slot.pop_id = slot.held_until = None
+        for queue, slot in self._in_flight(popped):
+            queue.put_back(slot)
+
+    async def charge_many(self, charges: Sequence[OutputCharge]) -> None:
+        self._check_ready()
+        for charge in charges:
+            counters = self.state_of(charge.model_key).counters
+            counters.charge(tenant_name(charge.tenant_id), charge_cost_of(charge))
 
     async def remove_many(self, items: Sequence[tuple[ModelKey, GenerationId]]) -> None:
         self._check_ready()
         for model_key, generation_id in items:
-            self._slots(model_key).pop(generation_id, None)
+            queue = self.state_of(model_key)
+            if generation_id in queue.slots:
+                queue.discard(generation_id, is_refunded=True)
 
     async def contains_many(self, items: Sequence[tuple[ModelKey, GenerationId, int]]) -> list[bool]:
         self._check_ready()
-        found = [(self._slots(model_key).get(generation_id), attempt) for model_key, generation_id, attempt in items]
+        found = [(self.state_of(model_key).slots.get(generation), attempt) for model_key, generation, attempt in items]
         return [slot is not None and slot.entry.attempt == attempt for slot, attempt in found]
 
     async def reap_in_flight(self, model_keys: Sequence[ModelKey]) -> int:
         self._check_ready()
-        now = self._clock()
-        slots = [slot for model_key in set(model_keys) for slot in self._slots(model_key).values()]
-        overdue = [slot for slot in slots if slot.held_until is not None and slot.held_until <= now]
-        for slot in overdue:
-            slot.pop_id = slot.held_until = None
-        return len(overdue)
+        now_us = to_us(self._clock())
+        count = 0
+        for queue in [self.state_of(model_key) for model_key in set(model_keys)]:
+            in_flight = [slot for slot in queue.slots.values() if slot.pop_id is not None]
+            for slot in sorted(in_flight, key=lambda slot: (slot.held_until_us, slot.entry.generation_id)):
+                if slot.held_until_us <= now_us:
+                    queue.put_back(slot)
+                    count += 1
+        return count
 
-    async def depth(self, model_key: ModelKey) -> dict[PriorityClass, int]:
+    async def depth(self, model_key: ModelKey) -> QueueDepth:
         self._check_ready()
-        return {each: self._num_queued(model_key, each) for each in PriorityClass}
+        queue = self.state_of(model_key)
+        queue.expire(to_us(self._clock()))
+        interactive, standard, batch = queue.by_rank
+        return QueueDepth(
+            requests=(interactive.requests, standard.requests, batch.requests),
+            prompt_tokens=(interactive.prompt_tokens, standard.prompt_tokens, batch.prompt_tokens),
+            delayed=sum(slot.is_delayed for slot in queue.slots.values()),
+            in_flight=sum(queue.in_flight_by_tenant.values()),
+            num_tenants=len(queue.counters.active),
+        )
+
+    async def model_keys(self) -> list[ModelKey]:
+        self._check_ready()
+        return [model_key for model_key, queue in self._queues.items() if queue.slots]
 
     async def is_ready(self) -> bool:
         self._check_reachable()
@@ -117,29 +141,40 @@ class MemoryAdmissionQueue:
         self._check_reachable()
         self._has_marker = True
 
-    def _enqueue(self, entry: QueueEntry, *, is_bounded: bool) -> EnqueueStatus:
-        slots = self._slots(entry.model_key)
-        known = slots.get(entry.generation_id)
-        if known is not None and known.entry.attempt >= entry.attempt:
-            return EnqueueStatus.PRESENT
-        num_queued = self._num_queued(entry.model_key, entry.priority_class)
-        if known is not None and known.pop_id is None and known.entry.priority_class is entry.priority_class:
-            num_queued -= 1
-        if is_bounded and num_queued >= self._settings.max_entries:
-            return EnqueueStatus.FULL
-        slots[entry.generation_id] = _Slot(entry=entry)
+    def _enqueue(self, entry: QueueEntry) -> EnqueueStatus:
+        queue = self.state_of(entry.model_key)
+        known = queue.slots.get(entry.generation_id)
+        if known is not None:
+            if known.entry.attempt >= entry.attempt:
+                return EnqueueStatus.PRESENT
+            # Only a grant makes a newer attempt: the charge of what is in flight stands.
+            queue.discard(entry.generation_id, is_refunded=False)
+        queue.add(entry, to_us(self._clock()))
         return EnqueueStatus.ADDED
 
-    def _slots(self, model_key: ModelKey) -> dict[GenerationId, _Slot]:
-        return self._slots_by_model.setdefault(model_key, {})
+    def _in_flight(self, popped: Sequence[Popped]) -> list[tuple[ModelQueue, Slot]]:
+        """Those of the pops that still hold their entry."""
+        found: list[tuple[ModelQueue, Slot]] = []
+        seen: set[str] = set()
+        for pop in popped:
+            queue = self.state_of(pop.entry.model_key)
+            slot = queue.slots.get(pop.entry.generation_id)
+            if slot is not None and slot.pop_id == pop.pop_id and pop.pop_id not in seen:
+                seen.add(pop.pop_id)
+                found.append((queue, slot))
+        return found
 
-    def _num_queued(self, model_key: ModelKey, priority_class: PriorityClass) -> int:
-        slots = self._slots(model_key).values()
-        return sum(slot.pop_id is None and slot.entry.priority_class is priority_class for slot in slots)
-
-    def _find_popped(self, pop: Popped) -> _Slot | None:
-        slot = self._slots(pop.entry.model_key).get(pop.entry.generation_id)
-        return slot if slot is not None and slot.pop_id == pop.pop_id else None
+    def _load(self, model_key: ModelKey, checks: Sequence[BoundCheck]) -> ModelLoad:
+        queue, now_us = self.state_of(model_key), to_us(self._clock())
+        queue.expire(now_us)
+        tenants = {check.tenant_id: queue.by_tenant.get(tenant_name(check.tenant_id), Load()) for check in checks}
+        return ModelLoad(
+            now_us=now_us,
+            pops=queue.pops,
+            num_tenants=len(queue.counters.active),
+            by_rank=[Load(load.requests, load.prompt_tokens) for load in queue.by_rank],
+            by_tenant={tenant: Load(load.requests, load.prompt_tokens) for tenant, load in tenants.items()},
+        )
 
     def _check_ready(self) -> None:
         self._check_reachable()

@@ -9,6 +9,7 @@ import pytest
 
 from sluice.local.postgres import LocalPostgres
 from sluice.local.valkey import LocalValkey
+from tests.support.redis_server import RedisServer, redis_server_binary
 
 
 @pytest.fixture(scope="session")
@@ -32,4 +33,14 @@ def postgres_server(server_directory: Path) -> Iterator[LocalPostgres]:
 def valkey_server(server_directory: Path) -> Iterator[LocalValkey]:
     """`.url` is shared by the session: use a key prefix or FLUSHDB of your own."""
     with LocalValkey(server_directory / "valkey", fsync=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server(server_directory: Path) -> Iterator[RedisServer]:
+    """Redis itself, where this machine has one; `.url` is shared by the session."""
+    binary = redis_server_binary()
+    if binary is None:
+        pytest.skip("no redis-server on PATH, and SLUICE_TEST_REDIS_SERVER names none")
+    with RedisServer(binary, server_directory / "redis") as server:
         yield server

@@ -1,12 +1,11 @@
--- ARGV: per pop: generation, pop id. Forgets what is still in flight under exactly this pop.
+-- ARGV: per pop: generation, pop id. Forgets what is still in flight under exactly this pop; its charge stands.
 if not is_ready() then
   return NOT_READY
 end
 
 for i = 1, #ARGV, 2 do
   if is_popped_as(ARGV[i], ARGV[i + 1]) then
-    redis.call('HDEL', ENTRIES, ARGV[i])
-    land(ARGV[i])
+    discard(ARGV[i], find(ARGV[i]), false)
   end
 end
 

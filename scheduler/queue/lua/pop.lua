@@ -1,60 +1,274 @@
--- ARGV: now, hold in ms, most entries, id of this pop, most tokens of each class, most charged entries.
--- Answers: generation, packed entry, pop id, ...
--- Class order, then arrival. The first entry that does not fit ends the pop: nothing overtakes it. Charged entries beyond
--- their number stay where they are and are overtaken; a pop looks past MAX_PASSED of them in a class.
+-- Which entries a pop takes, as in selection.py.
+-- ARGV: now, id of this pop, most entries, hold, patience, earmark lease, most heads to look past, most of one tenant, limit
+-- of counters, rate window, the classes' wait thresholds, then per session: id, most entries and most tokens of each class,
+-- capacity, most charged entries. Durations in µs.
+-- Answers a list of generation, packed entry, pop id, session, ... and one of the sessions that are kept for an entry, with
+-- the rank of its class.
 if not is_ready() then
   return NOT_READY
 end
-local CHUNK, MAX_PASSED = 64, 1024
-local now = now_ms(ARGV[1])
-local held_until = int(now + tonumber(ARGV[2]))
-local entries_left, tokens_taken, charged_left = tonumber(ARGV[3]), 0, tonumber(ARGV[8])
-local answers = {}
+local TURN = 8
+local now, pop_id, max_entries = now_us(ARGV[1]), ARGV[2], tonumber(ARGV[3])
+local held_until, patience, earmarked_until = now + tonumber(ARGV[4]), tonumber(ARGV[5]), now + tonumber(ARGV[6])
+local max_passed, max_passed_of_tenant, counter_limit = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local window = tonumber(ARGV[10])
+local FIRST_THRESHOLD, FIRST_ROOM, ROOM_SIZE = 11, 14, 9
+local turn = tonumber(call('HGET', META, 'turn') or '0')
+local answers, num_popped, rooms = {}, 0, {}
+local passed, num_passed, num_passed_by_tenant, closed_tenants, is_over = {}, 0, {}, {}, false
 
-local function take(generation, entry, packed)
-  local pop_id = ARGV[4] .. ':' .. #answers / 3
-  redis.call('ZREM', class_key(entry.rank), generation)
-  redis.call('ZADD', IN_FLIGHT, held_until, generation)
-  redis.call('HSET', POPS, generation, pop_id)
-  entries_left, tokens_taken = entries_left - 1, tokens_taken + entry.max_tokens
-  charged_left = charged_left - entry.charged
-  for _, value in ipairs({generation, packed, pop_id}) do
+local function open_room(first)
+  local room = {
+    session = ARGV[first], max_entries = {}, max_tokens = {}, capacity = tonumber(ARGV[first + 7]),
+    max_charged = tonumber(ARGV[first + 8]), num_popped = 0, tokens_popped = 0, num_charged = 0
+  }
+  for rank = 0, NUM_CLASSES - 1 do
+    room.max_entries[rank] = tonumber(ARGV[first + 1 + rank])
+    room.max_tokens[rank] = tonumber(ARGV[first + 4 + rank])
+  end
+  local generation = call('HGET', EARMARKS, room.session)
+  if generation then
+    set_earmark(room.session, generation, earmarked_until)
+    room.earmark, room.earmark_rank = generation, find(generation).rank
+  end
+  return room
+end
+
+-- Whether the session could take an entry of this class (exactly this one) if it were small enough.
+local function is_open(room, rank, charged, generation)
+  if room.num_popped >= room.max_entries[rank] or (charged == 1 and room.num_charged >= room.max_charged) then
+    return false
+  end
+  return not room.earmark or rank < room.earmark_rank or room.earmark == generation
+end
+
+local function is_lane_open(rank, charged)
+  for _, room in ipairs(rooms) do
+    if is_open(room, rank, charged) then
+      return true
+    end
+  end
+  return false
+end
+
+local function tokens_left(room, rank)
+  return room.max_tokens[rank] - room.tokens_popped
+end
+
+local function fits(room, generation, entry)
+  return is_open(room, entry.rank, entry.charged, generation) and entry.max_tokens <= tokens_left(room, entry.rank)
+end
+
+-- The one with most tokens left, the first of equals, of the rooms that `is_able` accepts.
+local function roomiest(rank, is_able)
+  local best
+  for _, room in ipairs(rooms) do
+    if is_able(room) and (not best or tokens_left(room, rank) > tokens_left(best, rank)) then
+      best = room
+    end
+  end
+  return best
+end
+
+local function take(generation, entry, packed, room)
+  end_waiting(generation, entry)
+  for _, other in ipairs(rooms) do
+    if other.earmark == generation then
+      other.earmark = nil
+    end
+  end
+  count(generation, entry, -1)
+  local id = pop_id .. ':' .. num_popped
+  call('ZADD', IN_FLIGHT, int(held_until), generation)
+  call('HSET', POPS, generation, id)
+  bump(TENANT_IN_FLIGHT, entry.tenant, 1)
+  serve(entry.tenant, entry.cost)
+  room.num_popped, room.tokens_popped = room.num_popped + 1, room.tokens_popped + entry.max_tokens
+  room.num_charged = room.num_charged + entry.charged
+  num_popped, turn = num_popped + 1, (turn + 1) % TURN
+  for _, value in ipairs({generation, packed, id, room.session}) do
     answers[#answers + 1] = value
   end
 end
 
--- Takes heads of one class, and drops expired ones; false when the pop is over.
-local function pop_class(rank)
-  local passed = 0
-  while entries_left > 0 and passed < MAX_PASSED do
-    local heads = redis.call('ZRANGE', class_key(rank), passed, passed + CHUNK - 1)
-    if #heads == 0 then
-      return true
+-- Looks past a head; one that has been for long keeps a session that could hold it when empty and is kept for nothing yet.
+local function pass(generation, entry)
+  passed[generation], num_passed = true, num_passed + 1
+  num_passed_by_tenant[entry.tenant] = (num_passed_by_tenant[entry.tenant] or 0) + 1
+  call('HSETNX', SKIPPED, generation, int(now))
+  local since = tonumber(call('HGET', SKIPPED, generation))
+  if now - since < patience or call('HEXISTS', EARMARKED, generation) == 1 then
+    return
+  end
+  local room = roomiest(entry.rank, function(each)
+    return not each.earmark and each.capacity >= entry.max_tokens and (entry.charged == 0 or each.max_charged > 0)
+  end)
+  if room then
+    room.earmark, room.earmark_rank = generation, entry.rank
+    set_earmark(room.session, generation, earmarked_until)
+  end
+end
+
+-- TAKEN, PASSED, or CLOSED: it does not fit and may not be looked past.
+local function try(generation)
+  local entry, packed = find(generation)
+  local room = roomiest(entry.rank, function(each)
+    return fits(each, generation, entry)
+  end)
+  if room then
+    take(generation, entry, packed, room)
+    return 'TAKEN'
+  elseif num_passed >= max_passed then
+    is_over = true
+    return 'CLOSED'
+  elseif (num_passed_by_tenant[entry.tenant] or 0) >= max_passed_of_tenant then
+    closed_tenants[entry.tenant] = true
+    return 'CLOSED'
+  end
+  pass(generation, entry)
+  return 'PASSED'
+end
+
+-- The first of a sorted set that was not passed, and its score.
+local function first_not_passed(key)
+  local members = call('ZRANGE', key, 0, num_passed, 'WITHSCORES')
+  for i = 1, #members, 2 do
+    if not passed[members[i]] then
+      return members[i], tonumber(members[i + 1])
     end
-    for _, generation in ipairs(heads) do
-      local entry, packed = find(generation)
-      if entries_left < 1 then
-        return false
-      elseif not entry then
-        redis.call('ZREM', class_key(rank), generation)
-      elseif entry.deadline > 0 and entry.deadline <= now then
-        drop(generation, entry)
-      elseif entry.charged > charged_left then
-        passed = passed + 1
-      elseif tokens_taken + entry.max_tokens > tonumber(ARGV[5 + rank]) then
-        return false
-      else
-        take(generation, entry, packed)
+  end
+end
+
+-- The oldest that has waited beyond its class's threshold.
+local function pick_aged()
+  while true do
+    local oldest, oldest_arrival
+    for lane = 0, NUM_LANES - 1 do
+      local rank = math.floor(lane / 2)
+      local generation, arrival
+      if is_lane_open(rank, lane % 2) then
+        generation, arrival = first_not_passed(arrivals_key(lane))
+      end
+      if generation and arrival + tonumber(ARGV[FIRST_THRESHOLD + rank]) <= now then
+        if not oldest or arrival < oldest_arrival or (arrival == oldest_arrival and is_before(generation, oldest)) then
+          oldest, oldest_arrival = generation, arrival
+        end
+      end
+    end
+    local verdict = oldest and try(oldest)
+    if verdict ~= 'PASSED' then
+      return verdict == 'TAKEN'
+    end
+  end
+end
+
+-- What a session was kept for goes first of its class, as soon as it fits there.
+local function pick_earmarked(rank)
+  for _, room in ipairs(rooms) do
+    if room.earmark and room.earmark_rank == rank then
+      local entry, packed = find(room.earmark)
+      if fits(room, room.earmark, entry) then
+        take(room.earmark, entry, packed, room)
+        return true
       end
     end
   end
   return false
 end
 
-for rank = 0, NUM_CLASSES - 1 do
-  if not pop_class(rank) then
-    break
+-- The first head of a lane, by counter, tenant, order and id; walks over tenants whose heads were all looked past.
+local function head_of_lane(lane)
+  local index = 0
+  while true do
+    local found = call('ZRANGE', tenants_key(lane), index, index, 'WITHSCORES')
+    if #found == 0 then
+      return nil
+    end
+    local tenant = found[1]
+    local generation, order
+    if not closed_tenants[tenant] then
+      generation, order = first_not_passed(waiting_key(lane, tenant))
+    end
+    if generation then
+      return {generation = generation, order = order, tenant = tenant, counter = tonumber(found[2])}
+    end
+    index = index + 1
   end
 end
 
-return answers
+local function is_head_before(a, b)
+  if a.counter ~= b.counter then
+    return a.counter < b.counter
+  elseif a.tenant ~= b.tenant then
+    return is_before(a.tenant, b.tenant)
+  elseif a.order ~= b.order then
+    return a.order < b.order
+  end
+  return is_before(a.generation, b.generation)
+end
+
+-- The tenant with the smallest counter, its earliest entry; heads that do not fit are looked past.
+local function pick_of_class(rank)
+  while not is_over do
+    local best
+    for charged = 0, 1 do
+      local head = is_lane_open(rank, charged) and head_of_lane(rank * 2 + charged)
+      if head and (not best or is_head_before(head, best)) then
+        best = head
+      end
+    end
+    if not best then
+      return false
+    elseif try(best.generation) == 'TAKEN' then
+      return true
+    end
+  end
+  return false
+end
+
+local function pick()
+  if turn == TURN - 1 and pick_aged() then
+    return true
+  end
+  for rank = 0, NUM_CLASSES - 1 do
+    if pick_earmarked(rank) or pick_of_class(rank) then
+      return true
+    end
+  end
+  return false
+end
+
+-- Entries popped in this window of time and in the one before.
+local function count_pops()
+  local known = call('HMGET', META, 'window', 'popped', 'popped_before')
+  local current, number = tonumber(known[1] or '0'), math.floor(now / window)
+  local popped, before = tonumber(known[2] or '0'), tonumber(known[3] or '0')
+  if number ~= current then
+    popped, before = 0, number == current + 1 and popped or 0
+  end
+  call('HSET', META, 'turn', turn, 'window', int(number), 'popped', int(popped + num_popped),
+    'popped_before', int(before))
+end
+
+expire(now)
+ripen(now)
+expire_earmarks(now)
+for first = FIRST_ROOM, #ARGV, ROOM_SIZE do
+  rooms[#rooms + 1] = open_room(first)
+end
+while num_popped < max_entries and pick() do
+end
+if num_popped > 0 then
+  count_pops()
+end
+prune()
+rebase(counter_limit)
+
+local kept = {}
+for _, room in ipairs(rooms) do
+  if room.earmark then
+    kept[#kept + 1], kept[#kept + 2] = room.session, room.earmark_rank
+  end
+end
+
+return {answers, kept}

@@ -1,60 +1,93 @@
--- Shared by all scripts of the admission queue. The keys of one model, always in this order: its marker, one sorted set per
--- class by rank (generation -> arrival in ms), the entries (generation -> packed entry; queued and in flight), the in-flight
--- set (generation -> end of its hold in ms) and the pops (generation -> pop id).
-local MARKER, ENTRIES, IN_FLIGHT, POPS = KEYS[1], KEYS[5], KEYS[6], KEYS[7]
-local NUM_CLASSES = 3
+-- Shared by all scripts of the admission queue: the structures of one model, numbers, and how an entry is read.
+--
+-- KEYS[1] is the model's hash tag; every key begins with it, so all of a model are in one slot. Tenants are escaped names
+-- (no braces, no colons). Times are µs since 1970 and counters millionths of a token: whole numbers that doubles hold exactly.
+local TAG = KEYS[1]
+local MARKER = TAG .. ':marker'
+local ENTRIES = TAG .. ':entries' -- hash: generation -> packed entry, wherever it is
+local IN_FLIGHT = TAG .. ':in_flight' -- sorted set: generation by the end of its hold
+local POPS = TAG .. ':pops' -- hash: generation in flight -> pop id
+local DELAYED = TAG .. ':delayed' -- sorted set: generation by the time it is ready
+local DEADLINES = TAG .. ':deadlines' -- sorted set: queued generation by its deadline
+local COUNTS = TAG .. ':counts' -- hash: r<rank> queued requests, p<rank> their prompt tokens
+local TENANT_REQUESTS = TAG .. ':tenant_requests' -- hash: tenant -> queued requests
+local TENANT_TOKENS = TAG .. ':tenant_tokens' -- hash: tenant -> their prompt tokens
+local TENANT_IN_FLIGHT = TAG .. ':tenant_in_flight' -- hash: tenant -> requests in flight
+local COUNTERS = TAG .. ':counters' -- hash: tenant with entries -> counter
+local IDLE = TAG .. ':idle_counters' -- sorted set: tenant without entries by counter
+local META = TAG .. ':meta' -- hash: floor, turn, window, popped, popped_before
+local SKIPPED = TAG .. ':skipped' -- hash: waiting generation -> since when it is skipped
+local EARMARKS = TAG .. ':earmarks' -- hash: session -> generation
+local EARMARKED = TAG .. ':earmarked' -- hash: generation -> session
+local EARMARK_LEASES = TAG .. ':earmark_leases' -- sorted set: session by the end of its earmark
+local NUM_CLASSES, NUM_LANES = 3, 6
 local NOT_READY = -1
 
-local function now_ms(override)
-  if override ~= '' then
-    return tonumber(override)
-  end
-  local time = redis.call('TIME')
-  return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local function call(...)
+  return redis.call(...)
 end
 
 local function int(number)
   return string.format('%.0f', number)
 end
 
-local function is_ready()
-  return redis.call('EXISTS', MARKER) == 1
+local function now_us(override)
+  if override ~= '' then
+    return tonumber(override)
+  end
+  local time = redis.call('TIME')
+  return tonumber(time[1]) * 1000000 + tonumber(time[2])
 end
 
-local function class_key(rank)
-  return KEYS[2 + rank]
+local function is_ready()
+  return call('EXISTS', MARKER) == 1
+end
+
+-- Byte order; Lua's own comparison of strings follows the server's locale.
+local function is_before(a, b)
+  for i = 1, math.min(#a, #b) do
+    local x, y = string.byte(a, i), string.byte(b, i)
+    if x ~= y then
+      return x < y
+    end
+  end
+  return #a < #b
+end
+
+-- Of a hash of counts whose zeros are not kept.
+local function bump(key, field, by)
+  if by ~= 0 and call('HINCRBY', key, field, int(by)) == 0 then
+    call('HDEL', key, field)
+  end
+end
+
+-- A lane is a class and whether its entries are charged: charged ones are looked at only where a session may take one.
+local function lane_of(entry)
+  return entry.rank * 2 + entry.charged
+end
+
+local function tenants_key(lane) -- sorted set: waiting tenant by counter
+  return TAG .. ':tenants:' .. lane
+end
+
+local function arrivals_key(lane) -- sorted set: waiting generation by arrival
+  return TAG .. ':arrivals:' .. lane
+end
+
+local function waiting_key(lane, tenant) -- sorted set: waiting generation by order_at
+  return TAG .. ':waiting:' .. lane .. ':' .. tenant
 end
 
 local function decode(packed)
   local fields = cmsgpack.unpack(packed)
   return {
-    attempt = fields[1], rank = fields[2], max_tokens = fields[3], arrival = fields[4], deadline = fields[5],
-    charged = fields[10] or 0
+    attempt = fields[1], rank = fields[2], charged = fields[3], tenant = fields[4], cost = fields[5],
+    prompt_tokens = fields[6], max_tokens = fields[7], order = fields[8], arrival = fields[9], deadline = fields[10],
+    ready = fields[11]
   }
 end
 
 local function find(generation)
-  local packed = redis.call('HGET', ENTRIES, generation)
+  local packed = call('HGET', ENTRIES, generation)
   return packed and decode(packed), packed
-end
-
-local function put(generation, entry)
-  redis.call('ZADD', class_key(entry.rank), int(entry.arrival), generation)
-end
-
--- Ends a flight without putting the entry anywhere.
-local function land(generation)
-  redis.call('ZREM', IN_FLIGHT, generation)
-  redis.call('HDEL', POPS, generation)
-end
-
--- Leaves every structure at once.
-local function drop(generation, entry)
-  redis.call('ZREM', class_key(entry.rank), generation)
-  redis.call('HDEL', ENTRIES, generation)
-  land(generation)
-end
-
-local function is_popped_as(generation, pop_id)
-  return redis.call('HGET', POPS, generation) == pop_id
 end

@@ -1,16 +1,11 @@
--- ARGV: now. Puts back what is in flight longer than its hold; answers how many.
+-- ARGV: now. Puts back and refunds what is in flight longer than its hold; answers how many.
 if not is_ready() then
   return NOT_READY
 end
-local now = now_ms(ARGV[1])
-local overdue = redis.call('ZRANGEBYSCORE', IN_FLIGHT, '-inf', int(now))
+local overdue = call('ZRANGEBYSCORE', IN_FLIGHT, '-inf', int(now_us(ARGV[1])))
 
 for _, generation in ipairs(overdue) do
-  local entry = find(generation)
-  if entry then
-    put(generation, entry)
-  end
-  land(generation)
+  put_back(generation, find(generation))
 end
 
 return #overdue

@@ -1,4 +1,4 @@
--- ARGV: generations. Each leaves every structure at once.
+-- ARGV: generations. Each leaves every structure at once; what is in flight is refunded.
 if not is_ready() then
   return NOT_READY
 end
@@ -6,7 +6,7 @@ end
 for _, generation in ipairs(ARGV) do
   local entry = find(generation)
   if entry then
-    drop(generation, entry)
+    discard(generation, entry, true)
   end
 end
 

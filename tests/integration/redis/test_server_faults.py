@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from scheduler.queue.errors import QueueUnavailableError
-from scheduler.queue.port import Room
 from scheduler.queue.redis_queue import RedisAdmissionQueue
 from service_kit.delta import Cursor
 from service_kit.ids import GatewayId, GenerationId, new_generation_id
@@ -22,6 +21,7 @@ from state_store.delta_log.redis_feed import FeedSettings, RedisFeed
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.errors import LogUnavailableError
 from state_store.model import ModelKey
+from tests.support.admission_queues import room_of
 from tests.support.delta_logs import delta_after
 from tests.support.polling import eventually, eventually_answers
 
@@ -52,12 +52,12 @@ async def test_a_killed_server_is_unavailable_and_keeps_what_it_had(own_server: 
     own_server.kill()
     with pytest.raises(LogUnavailableError):
         await _append(log, generation_id)
-    for call in (queue.pop(MODEL, Room(max_entries=1, max_tokens=(1,) * 3)), queue.is_ready(), queue.mark_ready()):
+    for call in (queue.pop(MODEL, [room_of()], max_entries=1), queue.is_ready(), queue.mark_ready()):
         with pytest.raises(QueueUnavailableError):
             await call
     own_server.start()
     assert await _append(log, generation_id) is AppendStatus.OK
-    assert await queue.pop(MODEL, Room(max_entries=1, max_tokens=(1,) * 3)) == []
+    assert await queue.pop(MODEL, [room_of()], max_entries=1) == []
 
 
 async def test_a_silent_server_is_unavailable_within_the_time_limit(own_server: LocalValkey, own_client: Redis) -> None:

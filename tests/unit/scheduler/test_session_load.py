@@ -8,7 +8,9 @@ from scheduler.session_load import PrefixSet
 
 def capacity(**changes):
     values = {
+        "session_id": "s",
         "max_running": 4,
+        "num_blocks": 12,
         "num_outstanding": 1,
         "room_blocks": (10, 6, 2),
         "block_size": 16,
@@ -21,7 +23,8 @@ def capacity(**changes):
 def test_each_class_has_the_room_that_the_worker_reports_for_it():
     room = room_of(capacity())
     assert room.max_tokens == (160, 96, 32)
-    assert room.max_entries == 4 + LOOK_AHEAD - 1
+    assert room.max_entries == (4 + LOOK_AHEAD - 1,) * 3
+    assert room.capacity_tokens == 192
 
 
 def test_what_was_dispatched_and_is_not_seen_yet_counts_against_its_own_and_lower_classes():
@@ -31,7 +34,7 @@ def test_what_was_dispatched_and_is_not_seen_yet_counts_against_its_own_and_lowe
 
 def test_a_draining_session_has_no_room():
     room = room_of(capacity(is_draining=True))
-    assert (room.max_entries, room.max_tokens) == (0, (0, 0, 0))
+    assert room.max_entries == (0, 0, 0)
 
 
 def test_a_report_is_decoded_with_its_room_per_class():

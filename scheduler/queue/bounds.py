@@ -1,0 +1,102 @@
+"""Whether new requests have a place in the queue, and when to ask again. Pure; used by every adapter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from scheduler.queue.codec import duration_us
+from scheduler.queue.port import BoundCheck, BoundStatus, BoundVerdict
+from scheduler.queue.settings import QueueSettings
+from service_kit.ids import TenantId
+
+RATE_WINDOW = timedelta(seconds=5)
+MIN_RETRY_AFTER = timedelta(seconds=0.5)
+MAX_RETRY_AFTER = timedelta(seconds=30)
+_SHARE_TO_LEAVE = 8
+"""Refused callers are many: they come back when this part of the queue has left, not one entry."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Requests and prompt tokens that are queued somewhere."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PopCount:
+    """Entries popped of a model in window number `window` (whole `RATE_WINDOW`s since 1970) and in the one before."""
+
+    window: int = 0
+    popped: int = 0
+    popped_before: int = 0
+
+    def at(self, now_us: int) -> "PopCount":
+        """The same count as seen at `now_us`."""
+        window = now_us // duration_us(RATE_WINDOW)
+        if window == self.window:
+            return self
+        return PopCount(window=window, popped_before=self.popped if window == self.window + 1 else 0)
+
+    def plus_one(self, now_us: int) -> "PopCount":
+        count = self.at(now_us)
+        return PopCount(window=count.window, popped=count.popped + 1, popped_before=count.popped_before)
+
+    def time_for(self, num_entries: int, now_us: int) -> timedelta:
+        """How long `num_entries` take at the measured rate; unbounded (`timedelta.max`) while nothing is popped."""
+        count = self.at(now_us)
+        num_popped = count.popped + count.popped_before
+        if num_popped == 0:
+            return timedelta.max
+        span = RATE_WINDOW + timedelta(microseconds=now_us % duration_us(RATE_WINDOW))
+        return span * num_entries / num_popped
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelLoad:
+    """One model's queue as a check sees it; the check adds what it lets in."""
+
+    now_us: int
+    pops: PopCount
+    num_tenants: int
+    by_rank: Sequence[Load]
+    by_tenant: Mapping[TenantId, Load] = field(default_factory=dict)
+
+
+def judge_many(checks: Sequence[BoundCheck], load: ModelLoad, settings: QueueSettings) -> list[BoundVerdict]:
+    """Verdicts for checks of one model, in order; `by_tenant` has every tenant of theirs."""
+    return [_judge(check, load, settings) for check in checks]
+
+
+def _judge(check: BoundCheck, load: ModelLoad, settings: QueueSettings) -> BoundVerdict:
+    rank = check.priority_class.rank
+    tenant, queue = load.by_tenant[check.tenant_id], load.by_rank[rank]
+    excess = _excess(tenant, check, settings.max_tenant_requests, settings.max_tenant_prompt_tokens)
+    if excess:
+        # The tenants that wait share what is popped.
+        return _refusal(
+            BoundStatus.TENANT_FULL, max(excess, tenant.requests // _SHARE_TO_LEAVE), load, load.num_tenants
+        )
+    excess = _excess(queue, check, settings.max_requests[rank], settings.max_prompt_tokens[rank])
+    if excess:
+        return _refusal(BoundStatus.QUEUE_FULL, max(excess, queue.requests // _SHARE_TO_LEAVE), load, 1)
+    for part in (tenant, queue):
+        part.requests += 1
+        part.prompt_tokens += check.prompt_tokens
+    return BoundVerdict(status=BoundStatus.FREE)
+
+
+def _excess(load: Load, check: BoundCheck, max_requests: int, max_prompt_tokens: int) -> int:
+    """About how many entries have to leave before the request has a place; 0 when it has one now."""
+    excess = max(0, load.requests + 1 - max_requests)
+    excess_tokens = load.prompt_tokens + check.prompt_tokens - max_prompt_tokens
+    if load.requests and excess_tokens > 0:
+        mean_tokens = max(1, load.prompt_tokens // load.requests)
+        excess = max(excess, -(-excess_tokens // mean_tokens))
+    return excess
+
+
+def _refusal(status: BoundStatus, num_to_leave: int, load: ModelLoad, num_sharing: int) -> BoundVerdict:
+    wait = load.pops.time_for(num_to_leave * max(1, num_sharing), load.now_us)
+    return BoundVerdict(status=status, retry_after=min(max(wait, MIN_RETRY_AFTER), MAX_RETRY_AFTER))

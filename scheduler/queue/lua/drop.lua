@@ -1,0 +1,12 @@
+-- ARGV: per pop: generation, pop id. Forgets and refunds what is still in flight under exactly this pop.
+if not is_ready() then
+  return NOT_READY
+end
+
+for i = 1, #ARGV, 2 do
+  if is_popped_as(ARGV[i], ARGV[i + 1]) then
+    discard(ARGV[i], find(ARGV[i]), true)
+  end
+end
+
+return 0
