@@ -17,8 +17,12 @@ _COMMANDS = {
     "chat": "chat_command",
     "status": "status_command",
     "migrate": "migrate_command",
+    "usage": "usage_command",
+    "audit": "audit_command",
+    "workers": "workers_command",
+    "queue": "queue_command",
 }
-_GROUPS = ("models", "keys", "dead-letters")
+_GROUPS = ("models", "tenants", "keys", "quotas", "generations", "dead-letters")
 _MODULES = {"chat": "generate", "dead-letters": "dead_letters"}
 """Where a command lies when its module has another name."""
 
@@ -39,7 +43,8 @@ def build_app(arguments: list[str]) -> typer.Typer:
     is_known = named in _COMMANDS or named in _GROUPS
     for name, function in _COMMANDS.items():
         if name == named or not is_known:
-            app.command(name)(getattr(_module(name), function))
+            module = _module(name)
+            app.command(name, epilog=getattr(module, f"{name.upper()}_EXAMPLES", None))(getattr(module, function))
     for name in _GROUPS:
         if name == named or not is_known:
             app.add_typer(_module(name).app, name=name)

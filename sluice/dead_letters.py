@@ -1,19 +1,16 @@
 """Generations whose attempts were used up: what is known of them, and how one is run again."""
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 from service_kit.ids import GenerationId, RequestId, is_generation_id, new_generation_id
 from sluice.errors import UserError
+from sluice.listing import table
 from state_store.model import AttemptRecord, DeadLetter, GenerationRecord, NewGeneration
 from state_store.ports import DeadLetterFilter, GenerationStore, SubmitKind
-
-_AGE_FORM = re.compile(r"(\d{1,6})([smhd])\Z")
-_UNITS = {"s": timedelta(seconds=1), "m": timedelta(minutes=1), "h": timedelta(hours=1), "d": timedelta(days=1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +20,6 @@ class Details:
     letter: DeadLetter
     record: GenerationRecord
     attempts: tuple[AttemptRecord, ...]
-
-
-def parse_since(text: str, now: datetime) -> datetime:
-    """An age ("90s", "30m", "12h", "7d") or a time in ISO 8601, in UTC where it names no zone. Raises UserError."""
-    age = _AGE_FORM.match(text)
-    if age is not None:
-        return now - int(age[1]) * _UNITS[age[2]]
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise UserError(f"--since {text!r}: give an age as 90s, 30m, 12h, 7d, or a time as 2026-01-31T12:00") from None
-    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 async def find_details(store: GenerationStore, text: str) -> Details:
@@ -170,13 +155,6 @@ def render_details(details: Details) -> list[str]:
     ]
     heads = ("ATTEMPT", "WORKER", "GRANTED", "RAN", "OUTCOME", "REACHED", "CHARGED")
     return [*(f"{name:<12}{value}" for name, value in facts), "", *table(heads, attempts)]
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest cell."""
-    lines = [heads, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _time(time: datetime) -> str:

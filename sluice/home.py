@@ -53,6 +53,11 @@ class Home:
         """The key that `sluice generate` uses; readable by its owner only."""
         return self.root / "api-key"
 
+    @property
+    def admin_key(self) -> Path:
+        """The key of whoever administers the local stack; readable by its owner only."""
+        return self.root / "admin-key"
+
     def create(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
 

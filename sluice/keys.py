@@ -2,23 +2,22 @@
 
 import contextlib
 import getpass
-import re
 import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from service_kit.api_key import mint_api_key, parse_api_key
-from service_kit.errors import AlreadyExistsError
+from service_kit.errors import AlreadyExistsError, InvalidArgumentError
 from service_kit.ids import KeyId, TenantId
 from sluice.errors import UserError
 from state_store.tenant_changes import is_over
+from state_store.tenant_rules import check_tenant_id
 from state_store.tenant_store import NewKey, NewTenant, TenantStore
 from state_store.tenants import UNLIMITED, ApiKey, QuotaLimits
 
 LOCAL_TENANT = TenantId("local")
 ADMIN_TENANT = TenantId("admin")
 """Whose the local stack's admin key is: nobody's traffic."""
-_TENANT_FORM = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +49,10 @@ def operator() -> str:
 
 def parse_tenant(text: str) -> TenantId:
     """Raises UserError."""
-    if not _TENANT_FORM.match(text):
-        raise UserError(f"{text!r} is not a tenant: use 1 to 63 of a-z 0-9 . _ -, starting with a letter or digit")
-    return TenantId(text)
+    try:
+        return check_tenant_id(text, "tenant")
+    except InvalidArgumentError as error:
+        raise UserError(f"{text!r} is not a tenant: it {error.violations[0].description}") from None
 
 
 async def make_key(store: TenantStore, wish: KeyWish) -> MadeKey:

@@ -1,33 +1,27 @@
 """`sluice dead-letters`: generations that were given up, and how to run one again."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from service_kit.ids import TenantId
-from sluice.commands.keys import find_dsn
+from sluice.commands.database import Dsn, with_store
 from sluice.console import say, write_text
 from sluice.dead_letters import (
     details_fields,
     find_details,
     letter_fields,
-    parse_since,
     render_details,
     render_letters,
     requeue,
 )
+from sluice.times import parse_since
 from state_store.ports import DeadLetterFilter
-from state_store.postgres.store import PostgresStore
-
-Answer = TypeVar("Answer")
 
 app = typer.Typer(help="Generations whose attempts were used up.", no_args_is_help=True)
 
-Dsn = Annotated[str | None, typer.Option(help="Database; default: SLUICE_POSTGRES_DSN, else the local stack's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Id = Annotated[str, typer.Argument(metavar="GENERATION", help="Id of the dead generation.", show_default=False)]
 
@@ -67,7 +61,7 @@ def list_command(
         reason=cause,
         since=parse_since(since, datetime.now(tz=UTC)) if since is not None else None,
     )
-    letters = _with_store(dsn, lambda store: store.dead_letters(limit=limit, wanted=wanted))
+    letters = with_store(dsn, lambda store: store.dead_letters(limit=limit, wanted=wanted))
     if as_json:
         write_text(f"{json.dumps([letter_fields(letter) for letter in letters], indent=2)}\n")
         return
@@ -83,7 +77,7 @@ def list_command(
 @app.command("show", epilog=_SHOW_EXAMPLES)
 def show_command(generation_id: Id, *, as_json: AsJson = False, dsn: Dsn = None) -> None:
     """Show one dead letter with all its attempts; neither prompt nor output."""
-    details = _with_store(dsn, lambda store: find_details(store, generation_id))
+    details = with_store(dsn, lambda store: find_details(store, generation_id))
     if as_json:
         write_text(f"{json.dumps(details_fields(details), indent=2)}\n")
         return
@@ -103,7 +97,7 @@ def requeue_command(
     dsn: Dsn = None,
 ) -> None:
     """Run a dead generation's request again, as a new generation; prints its id."""
-    record = _with_store(dsn, lambda store: requeue(store, generation_id, request_id=request_id))
+    record = with_store(dsn, lambda store: requeue(store, generation_id, request_id=request_id))
     if as_json:
         fields = {
             "generation_id": record.generation_id,
@@ -115,15 +109,3 @@ def requeue_command(
         return
     write_text(f"{record.generation_id}\n")
     say(f"{record.state}: request {record.request_id} of tenant {record.tenant_id} runs {generation_id} again")
-
-
-def _with_store(dsn: str | None, work: Callable[[PostgresStore], Awaitable[Answer]]) -> Answer:
-    async def run() -> Answer:
-        store = PostgresStore(find_dsn(dsn))
-        await store.open()
-        try:
-            return await work(store)
-        finally:
-            await store.close()
-
-    return asyncio.run(run())

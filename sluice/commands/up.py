@@ -1,6 +1,5 @@
 """`sluice up`: the whole service on this machine, until Ctrl-C."""
 
-import asyncio
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,15 +10,16 @@ from typing import Annotated
 
 import typer
 
+from service_kit.ids import TenantId
+from sluice.commands.database import with_store
 from sluice.commands.models import DEFAULT_MODEL, DEFAULT_SIMULATED_MODEL, require_model
 from sluice.console import PrefixedLog
 from sluice.home import Home, find_home
-from sluice.keys import LOCAL_TENANT, keep_or_create_key
+from sluice.keys import ADMIN_TENANT, LOCAL_TENANT, keep_or_create_key
 from sluice.local.server_state import write_private
 from sluice.local.services import Service
 from sluice.local.stack import LocalStack, StackSettings
 from state_store.postgres.migrate import upgrade
-from state_store.postgres.store import PostgresStore
 
 _START_TIMEOUT_S = 180.0
 _SUPERVISE_S = 0.25
@@ -86,7 +86,8 @@ def start(stack: LocalStack, home: Home, stop: threading.Event) -> None:
     if stop.is_set():
         return
     upgrade(stack.dsn)
-    _ensure_key(stack.dsn, home.api_key)
+    _ensure_key(stack.dsn, home.api_key, LOCAL_TENANT)
+    _ensure_key(stack.dsn, home.admin_key, ADMIN_TENANT, is_admin=True)
     if stop.is_set():
         return
     stack.start_services()
@@ -107,21 +108,12 @@ def stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _ensure_key(dsn: str, path: Path) -> None:
+def _ensure_key(dsn: str, path: Path, tenant_id: TenantId, *, is_admin: bool = False) -> None:
     """A key that works, in `path`, readable by its owner only."""
     try:
         text = path.read_text().strip()
     except OSError:
         text = ""
-    kept = asyncio.run(_keep_or_create(dsn, text))
+    kept = with_store(dsn, lambda store: keep_or_create_key(store, text, tenant_id, is_admin=is_admin))
     if kept != text:
         write_private(path, f"{kept}\n")
-
-
-async def _keep_or_create(dsn: str, text: str) -> str:
-    store = PostgresStore(dsn)
-    await store.open()
-    try:
-        return await keep_or_create_key(store, text, LOCAL_TENANT)
-    finally:
-        await store.close()

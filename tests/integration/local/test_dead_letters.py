@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from service_kit.errors import Reason
 from service_kit.ids import GenerationId, TenantId, new_generation_id
 from sluice.__main__ import build_app
-from sluice.dead_letters import parse_since
 from sluice.errors import UserError
+from sluice.times import parse_since
 from state_store.model import AttemptOutcome, GenerationRecord, State
 from state_store.ports import AttemptEnd
 from state_store.postgres.store import PostgresStore

@@ -96,7 +96,8 @@ def test_lines_of_several_processes_stand_behind_their_names_without_colour_outs
 
 def test_every_command_is_shown_by_help_and_one_is_loaded_when_it_is_named() -> None:
     everything = CliRunner().invoke(build_app([]), ["--help"])
-    for name in ("up", "demo", "generate", "chat", "status", "migrate", "models", "keys"):
+    commands = ("up", "demo", "generate", "chat", "status", "migrate", "usage", "audit")
+    for name in (*commands, "models", "tenants", "keys", "quotas", "dead-letters"):
         assert f" {name} " in everything.output
     only = CliRunner().invoke(build_app(["models", "list"]), ["--help"])
     assert " models " in only.output
