@@ -28,6 +28,7 @@ from state_store.errors import StoreUnavailableError
 from state_store.postgres.migrate import wait_for_schema
 from state_store.postgres.partitions import drop_partitions, ensure_partitions
 from state_store.postgres.store import PostgresStore
+from state_store.quota.redis_quota import RedisQuota
 from state_store.redis_checks import UnsafeRedisError, wait_for_safe_redis
 
 _log = get_logger()
@@ -37,6 +38,7 @@ SCHEMA_POLL = timedelta(seconds=2)
 RENEW_S = 1.0
 COMPARE_S = 1.0
 REAP_S = 1.0
+QUOTA_S = 1.0
 HINTS_S = 1.0
 RETENTION_S = 5.0
 PARTITION_S = 60.0
@@ -58,7 +60,18 @@ async def serve(config: SchedulerConfig) -> None:
     await store.open()
     log = RedisDeltaLog(redis, settings=LogSettings(terminal_retention=config.log_kept))
     queue = RedisAdmissionQueue(redis)
-    parts = build(config, store=store, log=log, queue=queue, hints=RedisCancelHints(redis))
+    quota = RedisQuota(redis)
+    parts = build(
+        config,
+        store=store,
+        log=log,
+        queue=queue,
+        hints=RedisCancelHints(redis),
+        quota=quota,
+        upkeep=quota,
+        quota_records=store,
+    )
+    assert parts.quota_reaper is not None
     retention = Retention(
         store=store,
         log=log,
@@ -81,6 +94,7 @@ async def serve(config: SchedulerConfig) -> None:
                 tasks.create_task(every(RENEW_S, parts.registry.renew_once, name="renew")),
                 tasks.create_task(every(COMPARE_S, parts.registry.compare_once, name="compare")),
                 tasks.create_task(every(REAP_S, parts.reaper.run_once, name="reaper")),
+                tasks.create_task(every(QUOTA_S, parts.quota_reaper.run_once, name="quota")),
                 tasks.create_task(every(RETENTION_S, retention.run_once, name="retention")),
                 tasks.create_task(every(PARTITION_S, partial(_keep_partitions, config), name="partitions")),
             ]

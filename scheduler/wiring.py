@@ -14,6 +14,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.coordinator import Coordinator
 from scheduler.dispatcher import Dispatcher
 from scheduler.queue.port import AdmissionQueue
+from scheduler.quota_upkeep import QuotaReaper
 from scheduler.reaper import Reaper
 from scheduler.recovery import Recovery
 from scheduler.service import SchedulerServicer
@@ -24,7 +25,8 @@ from service_kit.ids import SchedulerId
 from state_store.delta_log.port import DeltaLogWriter
 from state_store.model import NewSession
 from state_store.ports import Store
-from state_store.quota.port import PermissiveQuota
+from state_store.quota.port import PermissiveQuota, QuotaPort, QuotaUpkeep
+from state_store.quota.records import QuotaRecords
 
 
 def _now() -> datetime:
@@ -43,6 +45,7 @@ class Parts:
     registry: SessionRegistry
     reaper: Reaper
     admission: Admission
+    quota_reaper: QuotaReaper | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +64,16 @@ def build(
     queue: AdmissionQueue,
     hints: CancelHints | None = None,
     clocks: Clocks | None = None,
+    quota: QuotaPort | None = None,
+    upkeep: QuotaUpkeep | None = None,
+    quota_records: QuotaRecords | None = None,
 ) -> Parts:
-    """Wires the scheduler over its stores. Without `hints` it is alone."""
+    """Wires the scheduler over its stores. Without `hints` it is alone; without `quota` nothing is counted, and without
+    `upkeep` and `quota_records` (of the store) the counts are kept true by others."""
     clocks = clocks or Clocks()
     scheduler_id = SchedulerId(config.scheduler_id or f"scheduler-{secrets.token_hex(4)}")
     crash_points = CrashPoints(config.crash_file)
-    quota = PermissiveQuota()
+    quota = quota or PermissiveQuota()
     coordinator = Coordinator(store=store, log=log, quota=quota, crash_points=crash_points)
     assignments = Assignments(store=store, log=log)
     recovery = Recovery(store=store, log=log, queue=queue, coordinator=coordinator, crash_points=crash_points)
@@ -130,4 +137,7 @@ def build(
         registry=registry,
         reaper=reaper,
         admission=admission,
+        quota_reaper=(
+            QuotaReaper(quota=quota, upkeep=upkeep, records=quota_records) if upkeep and quota_records else None
+        ),
     )

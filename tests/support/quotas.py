@@ -40,6 +40,13 @@ class QuotaUnderTest:
         elif isinstance(self.quota, MemoryQuota):
             self.quota.lose_all()
 
+    async def end_hold_of_rebuild(self) -> None:
+        """As if the one who rebuilds had paused for too long."""
+        if self.redis is not None:
+            for key in await self.redis.keys("*:rebuild"):
+                await self.redis.pexpire(key, 1)
+        self.clock.advance(QuotaSettings().rebuild_hold)
+
     async def make_ready(self) -> None:
         assert await self.quota.begin_rebuild()
         await self.quota.mark_ready()
@@ -82,17 +89,15 @@ def memory_quota(clock: SteppedClock) -> QuotaUnderTest:
 
 @asynccontextmanager
 async def valkey_quota(url: str, clock: SteppedClock) -> AsyncIterator[QuotaUnderTest]:
-    """In an emptied database."""
+    """In an emptied database; lists take several calls."""
+    settings = QuotaSettings(max_items_per_call=3)
     client = connect_redis(database_url(url, QUOTA_DATABASE))
     try:
         await client.flushdb()
-        quota, other = RedisQuota(client, clock=clock), RedisQuota(client, clock=clock)
+        quota, other = (RedisQuota(client, clock=clock, settings=settings) for _ in range(2))
         yield QuotaUnderTest(quota=quota, other=other, clock=clock, redis=client)
     finally:
         await client.aclose()
-
-
-SMALL_CALLS = QuotaSettings(max_items_per_call=3)
 
 
 def generation_id_at(at: datetime) -> GenerationId:
