@@ -59,7 +59,7 @@ async def serve(config: SchedulerConfig) -> None:
     store = PostgresStore(config.postgres_dsn)
     await store.open()
     log = RedisDeltaLog(redis, settings=LogSettings(terminal_retention=config.log_kept))
-    queue = RedisAdmissionQueue(redis)
+    queue = RedisAdmissionQueue(redis, config.queue)
     quota = RedisQuota(redis)
     parts = build(
         config,

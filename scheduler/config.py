@@ -1,12 +1,16 @@
 """Settings of the scheduler process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from scheduler.queue.settings import QueueSettings
 from service_kit.environment import Environment
 from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat
+
+_MOST_REQUESTS = 1_000_000
+_MOST_PROMPT_TOKENS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,7 @@ class SchedulerConfig:
     retention: timedelta | None = timedelta(days=30)
     """How long rows are kept; None is for ever."""
     allows_unsafe_redis: bool = False
+    queue: QueueSettings = field(default_factory=QueueSettings)
     shares_prefixes: bool = False
     """Whether tenants share cached prefixes. They then can tell from the time of a first token what others have asked."""
 
@@ -58,8 +63,33 @@ class SchedulerConfig:
             ),
             retention=_days(environment.integer("SLUICE_RETENTION_DAYS", 30, minimum=0, maximum=36_500)),
             allows_unsafe_redis=environment.boolean("SLUICE_ALLOW_UNSAFE_REDIS", default=False),
+            queue=_queue_bounds(environment),
             shares_prefixes=environment.boolean("SLUICE_SHARE_PREFIXES_BETWEEN_TENANTS", default=False),
         )
+
+
+def _queue_bounds(environment: Environment) -> QueueSettings:
+    """One number for each class's queue."""
+    usual = QueueSettings()
+    requests = environment.integer(
+        "SLUICE_QUEUE_MAX_REQUESTS", usual.max_requests[0], minimum=1, maximum=_MOST_REQUESTS
+    )
+    prompt_tokens = environment.integer(
+        "SLUICE_QUEUE_MAX_PROMPT_TOKENS", usual.max_prompt_tokens[0], minimum=1, maximum=_MOST_PROMPT_TOKENS
+    )
+    return QueueSettings(
+        max_requests=(requests,) * 3,
+        max_prompt_tokens=(prompt_tokens,) * 3,
+        max_tenant_requests=environment.integer(
+            "SLUICE_QUEUE_MAX_TENANT_REQUESTS", usual.max_tenant_requests, minimum=1, maximum=_MOST_REQUESTS
+        ),
+        max_tenant_prompt_tokens=environment.integer(
+            "SLUICE_QUEUE_MAX_TENANT_PROMPT_TOKENS",
+            usual.max_tenant_prompt_tokens,
+            minimum=1,
+            maximum=_MOST_PROMPT_TOKENS,
+        ),
+    )
 
 
 def _days(number: int) -> timedelta | None:

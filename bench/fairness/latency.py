@@ -32,12 +32,12 @@ async def _light(arena: Arena) -> Sequence[Figure]:
     beside: list[float] = []
     shares = []
     for _ in range(_ROUNDS):
-        alone += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(14))
+        alone += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(12))
         load = keep_waiting(heavy, asks(prompt_tokens=16, output_tokens=4), arena.rng, count=240)
         async with background(load):
             await asyncio.sleep(_LOAD_GROWS_S)
             arena.cpu.restart()
-            beside += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(14))
+            beside += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(12))
             shares.append(arena.cpu.shares())
         await until_idle(arena)
     return [
@@ -62,13 +62,13 @@ async def _interactive(arena: Arena) -> Sequence[Figure]:
     shares = []
     num_unfinished = 0
     for _ in range(_ROUNDS):
-        alone += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(13))
+        alone += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(12))
         feeder = _BatchFeeder(arena, batch, make_batch, count=40)
         async with asyncio.TaskGroup() as tasks:
             feeding = tasks.create_task(feeder.run())
             await asyncio.sleep(_LOAD_GROWS_S)
             arena.cpu.restart()
-            loaded += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(13))
+            loaded += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(12))
             shares.append(arena.cpu.shares())
             feeder.is_over = True
             await asyncio.wait([feeding], timeout=_DRAIN_S)

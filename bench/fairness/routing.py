@@ -12,9 +12,9 @@ from bench.figures import Figure
 _NUM_CONVERSATIONS = 20
 _NUM_SYSTEM_PROMPTS = 4
 _SYSTEM_TOKENS = 480
-_MESSAGE_TOKENS = 64
+_MESSAGE_TOKENS = 192
 _OUTPUT_TOKENS = 20
-_TURNS = 10
+_TURNS = 6
 _THINKING_S = (0.5, 2.5)
 _WORK_BY_WORKER = """
 SELECT a.worker_id, sum(g.output_tokens + octet_length(g.prompt_token_ids) / 4 - g.cached_prompt_tokens)::float AS tokens
