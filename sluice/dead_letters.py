@@ -40,6 +40,8 @@ async def requeue(store: GenerationStore, text: str, *, request_id: str | None =
     """Commits a new generation with the dead one's request and seed; schedulers queue it within 3 s. With a `request_id`
     of one's own, repeating the call finds what the first one made. Raises UserError."""
     dead = (await find_details(store, text)).record
+    if dead.texts_deleted_at is not None:
+        raise UserError(f"{text} was not to be stored: its prompt was deleted")
     (result,) = await store.submit_many([again(dead, request_id=request_id)])
     if result.kind is SubmitKind.CONFLICT:
         raise UserError(f"the request id {request_id} stands for another request of tenant {dead.tenant_id}")
@@ -65,6 +67,7 @@ def again(dead: GenerationRecord, *, request_id: str | None) -> NewGeneration:
         deadline=dead.deadline_at - dead.created_at if dead.deadline_at is not None else None,
         traceparent="",
         requeue_of=dead.generation_id,
+        is_stored=dead.is_stored,
     )
 
 

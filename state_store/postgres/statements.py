@@ -225,6 +225,16 @@ WHERE g.tenant_id = %(tenant_id)s AND (%(all_states)s OR g.state = ANY(%(states)
 ORDER BY g.generation_id DESC LIMIT %(limit)s
 """)
 
+FIND_GENERATIONS = _filled("""
+SELECT :summary FROM generations g
+WHERE g.generation_id >= %(since)s::uuid
+    AND (%(tenant_id)s::text IS NULL OR g.tenant_id = %(tenant_id)s)
+    AND (%(all_states)s OR g.state = ANY(%(states)s::text[]))
+    AND (%(model)s::text IS NULL OR g.model = %(model)s)
+    AND (%(priority_class)s::text IS NULL OR g.priority_class = %(priority_class)s)
+ORDER BY g.generation_id DESC LIMIT %(limit)s
+""")
+
 QUEUED_PAGE = _filled("""
 SELECT :summary FROM generations g
 WHERE g.state = 'QUEUED' AND g.generation_id > %(after)s::uuid AND g.queued_at <= :now - %(min_age)s::interval

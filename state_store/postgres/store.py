@@ -2,6 +2,7 @@
 
 from state_store.postgres.generations import PostgresGenerations
 from state_store.postgres.keys import PostgresKeys
+from state_store.postgres.overview import PostgresOverview
 from state_store.postgres.pool import Database, PoolSettings
 from state_store.postgres.quota_use import PostgresQuotaUse
 from state_store.postgres.retention import PostgresRetention
@@ -19,10 +20,11 @@ class PostgresStore(
     PostgresKeys,
     PostgresUsage,
     PostgresRetention,
+    PostgresOverview,
     PostgresQuotaUse,
 ):
-    """GenerationStore, SessionStore, TenantStore, UsageStore, RetentionStore and QuotaRecords over one connection pool. The
-    schema must be there (migrate.py)."""
+    """GenerationStore, SessionStore, TenantStore, UsageStore, RetentionStore, OverviewStore and QuotaRecords over one
+    connection pool. The schema must be there (migrate.py)."""
 
     def __init__(self, dsn: str, *, settings: PoolSettings = _DEFAULT_SETTINGS) -> None:
         super().__init__(Database(dsn, settings))

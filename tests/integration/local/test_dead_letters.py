@@ -28,7 +28,10 @@ async def _bury(dsn: str) -> list[GenerationRecord]:
     store = PostgresStore(dsn)
     await store.open()
     try:
-        dead = [await submitted(store, tenant_id=TenantId(name)) for name in ("tenant-a", "tenant-b")]
+        dead = [
+            await submitted(store, tenant_id=TenantId(name), is_stored=name == "tenant-a")
+            for name in ("tenant-a", "tenant-b")
+        ]
         for record, age in zip(dead, (2 * HOUR, 0 * HOUR), strict=True):
             run = await granted(store, record, await opened(store, worker_id="worker-7"))
             end = AttemptEnd(
@@ -127,6 +130,22 @@ def test_a_requeue_under_a_named_request_id_is_made_once_and_never_for_another_l
     assert commands.run("requeue", commands.first.generation_id, "--request-id", "after-the-fix").stdout == once
     taken = commands.run("requeue", commands.first.generation_id, "--request-id", commands.first.request_id)
     assert isinstance(taken.exception, UserError)
+
+
+def test_what_was_not_to_be_stored_is_run_again_like_that_and_not_without_its_prompt(commands: Commands) -> None:
+    unstored = commands.second.generation_id
+    made = json.loads(commands.run("requeue", unstored, "--json").stdout)
+    assert not asyncio.run(_find(commands.dsn, made["generation_id"])).is_stored
+
+    async def delete_texts() -> None:
+        store = PostgresStore(commands.dsn)
+        await store.open()
+        await store.delete_texts_many([unstored])
+        await store.close()
+
+    asyncio.run(delete_texts())
+    assert "its prompt was deleted" in str(commands.run("requeue", unstored).exception)
+    assert commands.run("show", unstored).exit_code == 0
 
 
 @pytest.mark.parametrize("command", ["show", "requeue"])

@@ -10,7 +10,7 @@ import pytest
 
 from service_kit.ids import new_generation_id
 from state_store.model import Finish, State
-from state_store.postgres import finish, quota_use, reads, retention, statements, submit
+from state_store.postgres import finish, overview, quota_use, reads, retention, statements, submit
 from tests.support.generations import new_generation
 
 ID = new_generation_id()
@@ -59,6 +59,20 @@ HOT = {
     "prune": (reads._PRUNE_REQUEST_KEYS, NOW | {"limit": 100}),
     "unstored_page": (retention.UNSTORED_PAGE, PAGE | NOW | {"kept": timedelta(seconds=15)}),
     "delete_texts": (retention.DELETE_TEXTS, IDS | NOW),
+    "running_by_session": (overview.RUNNING_BY_SESSION, {}),
+    "queued_rows": (overview.QUEUED_ROWS, {}),
+    "find_generations": (
+        statements.FIND_GENERATIONS,
+        {
+            "since": reads._LOWEST_ID,
+            "tenant_id": None,
+            "all_states": True,
+            "states": [],
+            "model": None,
+            "priority_class": None,
+            "limit": 50,
+        },
+    ),
 }
 
 
