@@ -39,7 +39,7 @@ def ask_health(address: str, *, tls: ClientTls | None = None, timeout_s: float =
         if tls is None:
             channel = grpc.insecure_channel(address, options=options)
         else:
-            named = tls if tls.server_name else replace(tls, server_name=_find_name(address, tls, timeout_s))
+            named = named_tls(address, tls, timeout_s=timeout_s)
             channel = grpc.secure_channel(address, named.credentials(), options=(*options, *named.options()))
     except OSError:
         return None
@@ -51,11 +51,14 @@ def ask_health(address: str, *, tls: ClientTls | None = None, timeout_s: float =
     return bool(answer.status == _SERVING)
 
 
-def _find_name(address: str, tls: ClientTls, timeout_s: float) -> str | None:
-    """A name that the server's certificate has: a probe dials an address of this machine, which it need not have.
+def named_tls(address: str, tls: ClientTls, *, timeout_s: float = TIMEOUT_S) -> ClientTls:
+    """`tls` with a name that the server's certificate has: what is dialled on one's own machine need not be one. Only for
+    where `tls` trusts that certificate alone, or nobody else's on this machine. Raises OSError."""
+    return tls if tls.server_name else replace(tls, server_name=_find_name(address, tls, timeout_s))
 
-    Raises OSError (SSLError is one), also for a certificate that `tls` does not trust.
-    """
+
+def _find_name(address: str, tls: ClientTls, timeout_s: float) -> str | None:
+    """Raises OSError (SSLError is one), also for a certificate that `tls` does not trust."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

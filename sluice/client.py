@@ -17,6 +17,7 @@ from service_kit.delta import Cursor
 from service_kit.errors import Reason
 from service_kit.grpc_client import open_channel
 from service_kit.rpc_status import RpcFailure, parse_rpc_error, to_error
+from service_kit.tls import ClientTls
 from sluice.client_codec import (
     StreamResponse,
     accepted_from_proto,
@@ -37,11 +38,13 @@ _UNARY_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """Where and how. `targets` ("host:port") are gateways of one service; after a failure the next one is tried."""
+    """Where and how. `targets` ("host:port") are gateways of one service; after a failure the next one is tried. Without
+    `tls` nothing is encrypted."""
 
     targets: tuple[str, ...]
     api_key: str
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    tls: ClientTls | None = None
 
 
 class SluiceClient:
@@ -55,16 +58,16 @@ class SluiceClient:
         self,
         settings: ClientSettings,
         *,
-        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        connect: Callable[[str], grpc.aio.Channel] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`connect` opens a channel: give one with credentials for TLS. Opens nothing before the first call."""
+        """`connect` opens a channel, where that of the settings will not do. Opens nothing before the first call."""
         if not settings.targets:
             raise ValueError("targets: at least one host:port")
         self._settings = settings
-        self._connect = connect
+        self._connect = connect or (lambda target: open_channel(target, tls=settings.tls))
         self._sleep = sleep
         self._clock = clock
         self._draw = draw
@@ -285,7 +288,9 @@ def _reference(generation_id: str, request_id: str) -> inference_pb2.GenerationR
     return inference_pb2.GenerationRef(request_id=request_id)
 
 
-def connect(targets: Sequence[str] | str, api_key: str, *, retry: RetryPolicy | None = None) -> SluiceClient:
-    """A client without TLS for one gateway or several of one service."""
+def connect(
+    targets: Sequence[str] | str, api_key: str, *, retry: RetryPolicy | None = None, tls: ClientTls | None = None
+) -> SluiceClient:
+    """A client for one gateway or several of one service; without `tls` nothing is encrypted."""
     addresses = (targets,) if isinstance(targets, str) else tuple(targets)
-    return SluiceClient(ClientSettings(targets=addresses, api_key=api_key, retry=retry or RetryPolicy()))
+    return SluiceClient(ClientSettings(targets=addresses, api_key=api_key, retry=retry or RetryPolicy(), tls=tls))

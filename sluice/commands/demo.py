@@ -12,8 +12,8 @@ from opentelemetry import trace
 
 from service_kit.telemetry import setup_tracing, tracer
 from sluice.answer import Answer
-from sluice.client import ClientSettings
 from sluice.client_events import Message, Sampling
+from sluice.commands.access import client_settings
 from sluice.commands.generate import ask
 from sluice.commands.models import DEFAULT_MODEL, DEFAULT_SIMULATED_MODEL, pull_with_bars, require_model
 from sluice.commands.up import Engine, start, stop_signals
@@ -50,7 +50,7 @@ def demo_command(
     else:
         require_model(home, model, engine=engine.value)
     own_home = Home(root=home.root / "demo")  # beside a stack that may be running in `home`
-    settings = StackSettings(home=own_home, models_directory=home.models, model=model, engine=engine.value)
+    settings = StackSettings(home=own_home, models_directory=home.models, models=(model,), engine=engine.value)
     stack = LocalStack(settings, on_line=_only_own_lines)
     with stop_signals() as stop:
         try:
@@ -89,13 +89,15 @@ def find_problems(outcome: Outcome, *, is_real: bool, running: list[str]) -> lis
 def _ask_traced(stack: LocalStack, home: Home) -> Outcome:
     """One question under a root span of our own, so that its trace id is known."""
     tracing = setup_tracing(service_name="client", trace_dir=home.traces)
-    settings = ClientSettings(targets=tuple(stack.gateways), api_key=home.api_key.read_text().strip())
+    settings = client_settings(home, target=None, api_key=None)
     sampling = Sampling(temperature=0.0, max_output_tokens=_MAX_TOKENS)
     try:
         with tracer().start_as_current_span("ask") as root:
             trace_id = trace.format_trace_id(root.get_span_context().trace_id)
             question = [Message(role="user", content=QUESTION)]
-            answer = asyncio.run(ask(settings, stack.model, question, sampling=sampling, priority_class="interactive"))
+            answer = asyncio.run(
+                ask(settings, stack.model, question, sampling=sampling, priority_class="interactive")
+            )
     finally:
         tracing.shutdown()
     write_text("\n")

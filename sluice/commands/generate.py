@@ -17,7 +17,13 @@ from sluice.home import find_home
 
 Target = Annotated[str | None, typer.Option(help="Gateway address(es), host:port; default: the local stack.")]
 Key = Annotated[str | None, typer.Option(help="API key; default: SLUICE_API_KEY, else the local stack's.")]
-Model = Annotated[str | None, typer.Option(help="Model; default: the one that the local stack runs.")]
+CaCert = Annotated[
+    str | None,
+    typer.Option(
+        help="Speak TLS and trust this PEM file, or 'system'; default: SLUICE_CA_CERT, else as the local stack does."
+    ),
+]
+Model = Annotated[str | None, typer.Option(help="Model; default: the one that the local stack runs, or its first.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
 RequestId = Annotated[str | None, typer.Option(help="Idempotency key: the same one continues the same generation.")]
 PriorityClass = Annotated[str, typer.Option("--class", help="interactive, standard or batch.")]
@@ -35,10 +41,11 @@ def generate_command(
     priority_class: PriorityClass = "interactive",
     target: Target = None,
     api_key: Key = None,
+    ca_cert: CaCert = None,
 ) -> None:
     """Ask a model, and stream the answer to stdout; the statistics go to stderr."""
     source: Input = prompt if raw else _conversation(system, Message(role="user", content=prompt))
-    settings = client_settings(find_home(), target=target, api_key=api_key)
+    settings = client_settings(find_home(), target=target, api_key=api_key, ca_cert=ca_cert)
     asking = ask(
         settings,
         _require_model(model),
@@ -61,9 +68,10 @@ def chat_command(
     sampling: Sampling,
     target: Target = None,
     api_key: Key = None,
+    ca_cert: CaCert = None,
 ) -> None:
     """Talk to a model; an empty line or Ctrl-D ends it, Ctrl-C ends an answer."""
-    settings = client_settings(find_home(), target=target, api_key=api_key)
+    settings = client_settings(find_home(), target=target, api_key=api_key, ca_cert=ca_cert)
     name = _require_model(model)
     messages = _conversation(system)
     while True:

@@ -10,7 +10,7 @@ import typer
 from sluice.console import write_text
 from sluice.home import find_home
 from sluice.local.health import Health, check_health
-from sluice.run_file import read_run_file
+from sluice.run_file import decode_tls, read_run_file
 
 _WORK = "SELECT state, count(*) FROM generations WHERE state IN ('QUEUED', 'RUNNING') GROUP BY state"
 _SESSIONS = (
@@ -32,7 +32,9 @@ def status_command() -> None:
     run = read_run_file(find_home().run_file)
     services: Any = run["services"]
     postgres: Any = run["postgres"]
-    health = {name: check_health(entry["address"]) for name, entry in services.items()}
+    health = {
+        name: check_health(entry["address"], tls=decode_tls(entry.get("tls"))) for name, entry in services.items()
+    }
     store = read_store(str(postgres["dsn"]))
     for line in render_status(services, health, store):
         write_text(f"{line}\n")

@@ -35,7 +35,10 @@ class Engine(StrEnum):
 
 def up_command(
     *,
-    model: Annotated[str | None, typer.Option(help="Model to serve, by its name in the cache.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model to serve, by its name in the cache; give the option again for each further one."),
+    ] = None,
     engine: Annotated[
         Engine, typer.Option(help="native, or simulated: no model, for trying things out.")
     ] = Engine.NATIVE,
@@ -45,19 +48,20 @@ def up_command(
     ] = 50051,
     gateways: Annotated[int, typer.Option(min=1, max=_MAX_REPLICAS, help="Gateway processes.")] = 1,
     schedulers: Annotated[int, typer.Option(min=1, max=_MAX_REPLICAS, help="Scheduler processes.")] = 1,
-    workers: Annotated[int, typer.Option(min=1, max=_MAX_REPLICAS, help="Worker processes, each with the model.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, max=_MAX_REPLICAS, help="Worker processes for each model.")] = 1,
     data_dir: Annotated[
         Path | None, typer.Option(help="Where everything lies; default: SLUICE_HOME or .sluice.")
     ] = None,
 ) -> None:
     """Run Postgres, Valkey, gateways, schedulers and workers here; Ctrl-C stops them all."""
     home = find_home(data_dir)
-    name = model or (DEFAULT_MODEL if engine is Engine.NATIVE else DEFAULT_SIMULATED_MODEL)
-    require_model(home, name, engine=engine.value)
+    names = tuple(dict.fromkeys(model or [DEFAULT_MODEL if engine is Engine.NATIVE else DEFAULT_SIMULATED_MODEL]))
+    for name in names:
+        require_model(home, name, engine=engine.value)
     settings = StackSettings(
         home=home,
         models_directory=home.models,
-        model=name,
+        models=names,
         engine=engine.value,
         gateway_port=port or None,
         counts={Service.GATEWAY: gateways, Service.SCHEDULER: schedulers, Service.GPU_WORKER: workers},
@@ -69,8 +73,10 @@ def up_command(
             start(stack, home, stop)
             if not stop.is_set():
                 for instance in stack.instances:
-                    log("sluice", f"{instance.name} at {instance.address}")
-                log("sluice", f"ready: gateway {' and '.join(stack.gateways)}, model {name}, engine {engine.value}")
+                    served = f" with {instance.model}" if instance.model else ""
+                    log("sluice", f"{instance.name} at {instance.address}{served}")
+                kinds = f"{_count_models(names)}, engine {engine.value}"
+                log("sluice", f"ready: gateway {' and '.join(stack.gateways)}, {kinds}")
                 log("sluice", 'try in another terminal: sluice generate "What is the capital of France?"')
             while not stop.wait(_SUPERVISE_S):
                 stack.supervise_once()
@@ -78,6 +84,10 @@ def up_command(
         finally:
             stack.stop()
     log("sluice", "stopped")
+
+
+def _count_models(names: tuple[str, ...]) -> str:
+    return f"model {names[0]}" if len(names) == 1 else f"models {' and '.join(names)}"
 
 
 def start(stack: LocalStack, home: Home, stop: threading.Event) -> None:

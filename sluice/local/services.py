@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -19,11 +19,19 @@ class Service(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceInstance:
-    """One process of a service; `name` is unique in the stack ("gpu_worker", "gpu_worker-2", …)."""
+class PlannedInstance:
+    """One process to be; `name` is unique in the stack ("gpu_worker", "gpu_worker-2", …)."""
 
     name: str
     service: Service
+    model: str = ""
+    """What a worker serves; empty for the other services."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceInstance(PlannedInstance):
+    """One process of a service."""
+
     address: str
 
 
@@ -32,9 +40,9 @@ class ServiceContext:
     """What all services of one stack share."""
 
     postgres_dsn: str
-    redis_url: str
+    redis_urls: Mapping[Service, str]
+    """Of the services that use Redis; each has a user of its own."""
     models_directory: Path
-    model_directory: Path
     engine: str
     trace_directory: Path
     log_directory: Path
@@ -45,13 +53,16 @@ class ServiceContext:
     """Settings that override all others, for every service."""
 
 
-def name_instances(counts: Mapping[Service, int]) -> list[tuple[str, Service]]:
-    """Names and services in start order: schedulers first, gateways last."""
-    return [
-        (service.value if number == 1 else f"{service.value}-{number}", service)
-        for service in Service
-        for number in range(1, counts.get(service, 1) + 1)
-    ]
+def plan_instances(counts: Mapping[Service, int], models: Sequence[str]) -> list[PlannedInstance]:
+    """In start order: schedulers first, gateways last. `counts` of workers is per model."""
+    planned: list[PlannedInstance] = []
+    for service in Service:
+        of_models = models if service is Service.GPU_WORKER else ("",)
+        wanted = [model for model in of_models for _ in range(counts.get(service, 1))]
+        for number, model in enumerate(wanted, start=1):
+            name = service.value if number == 1 else f"{service.value}-{number}"
+            planned.append(PlannedInstance(name=name, service=service, model=model))
+    return planned
 
 
 def service_spec(instance: ServiceInstance, instances: list[ServiceInstance], context: ServiceContext) -> ChildSpec:
@@ -78,7 +89,9 @@ def _own_environment(
     instance: ServiceInstance, instances: list[ServiceInstance], context: ServiceContext
 ) -> dict[str, str]:
     schedulers = ",".join(other.address for other in instances if other.service is Service.SCHEDULER)
-    stores = {"SLUICE_POSTGRES_DSN": context.postgres_dsn, "SLUICE_REDIS_URL": context.redis_url}
+    stores = {"SLUICE_POSTGRES_DSN": context.postgres_dsn}
+    if (redis_url := context.redis_urls.get(instance.service)) is not None:
+        stores["SLUICE_REDIS_URL"] = redis_url
     match instance.service:
         case Service.SCHEDULER:
             return {**stores, "SLUICE_SCHEDULER_LISTEN": instance.address}
@@ -88,7 +101,7 @@ def _own_environment(
                 "SLUICE_WORKER_LISTEN": instance.address,
                 "SLUICE_WORKER_ADVERTISE": instance.address,
                 "SLUICE_SCHEDULERS": schedulers,
-                "SLUICE_MODEL_DIR": str(context.model_directory),
+                "SLUICE_MODEL_DIR": str(context.models_directory / instance.model),
                 "SLUICE_ENGINE": context.engine,
             }
         case Service.GATEWAY:

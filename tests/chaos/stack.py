@@ -20,7 +20,14 @@ from sluice.keys import LOCAL_TENANT, create_key
 from sluice.local.child import ChildProcess, ChildSpec, free_port
 from sluice.local.health import Health, check_health
 from sluice.local.postgres import LocalPostgres
-from sluice.local.services import Service, ServiceContext, ServiceInstance, name_instances, service_spec
+from sluice.local.services import (
+    PlannedInstance,
+    Service,
+    ServiceContext,
+    ServiceInstance,
+    plan_instances,
+    service_spec,
+)
 from sluice.local.stack import DATABASE
 from sluice.local.valkey import LocalValkey
 from sluice.retry import RetryPolicy
@@ -95,8 +102,11 @@ class ChaosStack:
         self.settings.home.traces.mkdir(exist_ok=True)
         await self.run(self._start_servers)
         self._api_key = await _create_key(self.dsn)
-        for name, service in name_instances(_COUNTS):
-            self.instances[name] = ServiceInstance(name=name, service=service, address=f"127.0.0.1:{free_port()}")
+        for planned in self._plan():
+            address = f"127.0.0.1:{free_port()}"
+            self.instances[planned.name] = ServiceInstance(
+                name=planned.name, service=planned.service, model=planned.model, address=address
+            )
         await self._start_links()
         for instance in self.instances.values():
             self._children[instance.name] = ChildProcess(self._spec(instance), on_line=self._note(instance.name))
@@ -215,8 +225,11 @@ class ChaosStack:
         self.postgres.create_database(DATABASE)
         self.valkey.start()
         upgrade(self.dsn)
-        users = {name: self._password for name, service in name_instances(_COUNTS) if service is Service.SCHEDULER}
+        users = {each.name: self._password for each in self._plan() if each.service is Service.SCHEDULER}
         install_witnesses(self.dsn, users)
+
+    def _plan(self) -> list[PlannedInstance]:
+        return plan_instances(_COUNTS, (self.settings.model,))
 
     async def _start_links(self) -> None:
         for name, instance in self.instances.items():
@@ -234,9 +247,8 @@ class ChaosStack:
         settings = self.settings
         context = ServiceContext(
             postgres_dsn=self.dsn,
-            redis_url=self.valkey.url,
+            redis_urls={},
             models_directory=settings.models_directory,
-            model_directory=settings.models_directory / settings.model,
             engine=settings.engine,
             trace_directory=settings.home.traces,
             log_directory=settings.home.logs,
@@ -260,7 +272,9 @@ class ChaosStack:
                 "SLUICE_WORKER_ADVERTISE": self.links[f"schedulers->{name}"].address,
             }
         stores = {
-            "SLUICE_REDIS_URL": _moved(self.valkey.url, self.links[f"valkey<-{name}"].address),
+            "SLUICE_REDIS_URL": _moved(
+                self.valkey.url_of(instance.service.value), self.links[f"valkey<-{name}"].address
+            ),
             "SLUICE_POSTGRES_DSN": _moved(self.dsn, self.links[f"postgres<-{name}"].address),
         }
         if instance.service is Service.GATEWAY:

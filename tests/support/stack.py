@@ -18,6 +18,7 @@ from redis import Redis
 
 from gpu_worker.artifacts.simulated_model import BOS_TOKEN_ID
 from gpu_worker.engine.simulated_tokens import expected_output
+from service_kit.tls import ClientTls
 from sluice.client import ClientSettings, SluiceClient
 from sluice.commands.models import require_model
 from sluice.commands.up import start
@@ -40,6 +41,8 @@ class RunningStack:
         self.home = home
         self.lines = lines
         self.crash_file = home.root / "crash-point"
+        self.tls: ClientTls | None = None
+        """How clients talk to the gateways; None: plainly."""
 
     @property
     def api_key(self) -> str:
@@ -48,7 +51,7 @@ class RunningStack:
     def client(self, *, targets: tuple[str, ...] | None = None, api_key: str | None = None) -> SluiceClient:
         retry = RetryPolicy(max_delay=timedelta(seconds=1), give_up_after=timedelta(seconds=60))
         settings = ClientSettings(
-            targets=targets or tuple(self.local.gateways), api_key=api_key or self.api_key, retry=retry
+            targets=targets or tuple(self.local.gateways), api_key=api_key or self.api_key, retry=retry, tls=self.tls
         )
         return SluiceClient(settings)
 
@@ -89,7 +92,7 @@ class RunningStack:
             for name in sorted(waiting):
                 if not self.local.services[name].is_running:
                     self.local.start_service(name)
-                elif await asyncio.to_thread(check_health, addresses[name]) is Health.SERVING:
+                elif await asyncio.to_thread(self._check, name, addresses[name]) is Health.SERVING:
                     waiting.discard(name)
             return not waiting
 
@@ -98,6 +101,9 @@ class RunningStack:
         except AssertionError as error:
             tails = {name: self.local.services[name].log_tail(12) for name in waiting}
             raise AssertionError(f"not serving: {tails}") from error
+
+    def _check(self, name: str, address: str) -> Health:
+        return check_health(address, tls=self.local.probe_of(name))
 
     def cut_subscriptions(self) -> None:
         """Every gateway loses its connection for pushes, and what is published before it is back."""
@@ -145,20 +151,23 @@ def running_stack(
     engine_settings: dict[str, Any] | None = None,
     overrides: dict[str, str] | None = None,
     native_model: Path | None = None,
+    models: tuple[str, ...] = (MODEL,),
+    idle_models: tuple[str, ...] = (),
 ) -> Iterator[RunningStack]:
     """A stack with the simulated engine, or with the native one and the model directory given; stopped and removed at
-    the end."""
+    the end. `idle_models` are known to the gateways and have no worker."""
     root = Path(tempfile.mkdtemp(prefix="sluice-stack-"))
     root.chmod(0o711)
     home = Home(root=root)
     settings = dict(engine_settings or {})
     if native_model is None:
-        require_model(home, MODEL, engine="simulated")
+        for model in (*models, *idle_models):
+            require_model(home, model, engine="simulated")
         settings = {"tokens_per_s": tokens_per_s, "has_prompt_faults": True, **settings}
     stack_settings = StackSettings(
         home=home,
         models_directory=home.models if native_model is None else native_model.parent,
-        model=MODEL if native_model is None else native_model.name,
+        models=models if native_model is None else (native_model.name,),
         engine="simulated" if native_model is None else "native",
         counts=counts or {},
         fsync=False,
