@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from inference.internal.v1 import scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
 from scheduler.loops import every
+from scheduler.output_charges import FLUSH_S
 from scheduler.queue.redis_queue import RedisAdmissionQueue
 from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.retention import Retention, RetentionSettings
@@ -91,6 +92,7 @@ async def serve(config: SchedulerConfig) -> None:
             loops = [
                 tasks.create_task(parts.dispatcher.run()),
                 tasks.create_task(every(HINTS_S, parts.cancellation.follow_hints, name="cancel_hints")),
+                tasks.create_task(every(FLUSH_S, parts.charges.flush_once, name="output_charges")),
                 tasks.create_task(every(RENEW_S, parts.registry.renew_once, name="renew")),
                 tasks.create_task(every(COMPARE_S, parts.registry.compare_once, name="compare")),
                 tasks.create_task(every(REAP_S, parts.reaper.run_once, name="reaper")),

@@ -1,15 +1,25 @@
-"""Takes new generations in: commit, then tell, then queue."""
+"""Takes new generations in: refuse what has no place, commit, then tell, then queue."""
 
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import assert_never
 
 from scheduler.batcher import Batcher
+from scheduler.model_directory import ModelDirectory, SessionSizes
 from scheduler.policy import queue_entry_of
-from scheduler.queue.port import AdmissionQueue, BoundCheck, BoundStatus
+from scheduler.queue.port import AdmissionQueue, BoundCheck, BoundStatus, BoundVerdict
+from scheduler.tenant_weights import TenantWeights
 from service_kit.crash_point import CrashPoints
-from service_kit.errors import AlreadyExistsError, QuotaExceededError, Reason, UnavailableError
+from service_kit.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    QuotaExceededError,
+    Reason,
+    SluiceError,
+    UnavailableError,
+)
 from service_kit.logging import get_logger
 from service_kit.sampling import MAX_SEED
 from state_store.model import GenerationRecord, NewGeneration, State
@@ -17,6 +27,8 @@ from state_store.ports import GenerationStore, SubmitKind, SubmitResult
 from state_store.quota.port import QuotaCharge, QuotaPort
 
 _log = get_logger()
+
+NO_WORKER_RETRY_AFTER = timedelta(seconds=5)
 
 
 class Admission:
@@ -27,6 +39,8 @@ class Admission:
         *,
         store: GenerationStore,
         queue: AdmissionQueue,
+        models: ModelDirectory,
+        weights: TenantWeights,
         quota: QuotaPort,
         crash_points: CrashPoints,
         on_queued: Callable[[], None],
@@ -34,23 +48,27 @@ class Admission:
         """`on_queued` wakes the dispatcher."""
         self._queue = queue
         self._store = store
+        self._models = models
+        self._weights = weights
         self._quota = quota
         self._crash_points = crash_points
         self._on_queued = on_queued
-        self._commits: Batcher[NewGeneration, SubmitResult] = Batcher(self._commit)
+        self._commits: Batcher[NewGeneration, SubmitResult | SluiceError] = Batcher(self._commit)
         self.is_draining = False
 
     async def submit(self, generation: NewGeneration, *, has_seed: bool) -> SubmitResult:
-        """Commits the generation, or finds the one that has its request_id. Raises AlreadyExistsError when that one has
-        other arguments, UnavailableError when nothing can be committed or everybody's queue is full, QuotaExceededError
-        when the tenant's part of it is."""
+        """Commits the generation, or finds the one that has its request_id: that one attaches whatever is full. Raises
+        AlreadyExistsError when it has other arguments, InvalidArgumentError for what no worker can hold,
+        QuotaExceededError when the tenant has its share of the queue, UnavailableError when nothing can be committed, the
+        queue is full or the model has no worker."""
         if self.is_draining:
             raise UnavailableError("the scheduler is shutting down", reason=Reason.DRAINING)
-        await self._check_bounds(generation)
         if not has_seed:
             seeded = replace(generation.sampling, seed=secrets.randbelow(MAX_SEED))
             generation = replace(generation, sampling=seeded)
         result = await self._commits.submit(generation)
+        if isinstance(result, SluiceError):
+            raise result
         if result.kind is SubmitKind.CONFLICT:
             raise AlreadyExistsError(
                 "this request_id stands for a request with other arguments",
@@ -58,53 +76,73 @@ class Admission:
             )
         return result
 
-    async def _check_bounds(self, generation: NewGeneration) -> None:
-        """A queue that cannot be reached bounds nothing: the row waits for the reaper."""
-        check = BoundCheck(
-            model_key=generation.model_key,
-            tenant_id=generation.tenant_id,
-            priority_class=generation.priority_class,
-            prompt_tokens=len(generation.prompt_token_ids),
-        )
-        try:
-            (verdict,) = await self._queue.check_many([check])
-        except UnavailableError:
-            return
-        match verdict.status:
-            case BoundStatus.FREE:
-                return
-            case BoundStatus.TENANT_FULL:
-                raise QuotaExceededError(
-                    "too many requests of the tenant wait for this model",
-                    subject=f"tenant:{generation.tenant_id}:queue",
-                    reason=Reason.TENANT_QUEUE_FULL,
-                    retry_after=verdict.retry_after,
-                )
-            case BoundStatus.QUEUE_FULL:
-                raise UnavailableError(
-                    "the queue of this model and class is full",
-                    reason=Reason.QUEUE_FULL,
-                    retry_after=verdict.retry_after,
-                )
-            case _:
-                assert_never(verdict.status)
-
-    async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult]:
+    async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult | SluiceError]:
         self._crash_points.hit("submit.received")
-        results = await self._store.submit_many(generations)
+        refusals = await self._refusals(generations)
+        results = await self._attach(generations, refusals)
+        admitted = [index for index, result in enumerate(results) if result is None]
+        submitted = await self._store.submit_many([generations[index] for index in admitted]) if admitted else []
         self._crash_points.hit("submit.committed")
-        created = [r.record for r in results if r.kind is SubmitKind.CREATED]
+        for index, result in zip(admitted, submitted, strict=True):
+            results[index] = result
         await self._settle_reservations(generations, results)
-        await self._enqueue(created)
+        await self._enqueue([result.record for result in submitted if result.kind is SubmitKind.CREATED])
+        return [result for result in results if result is not None]
+
+    # -- what has no place
+
+    async def _refusals(self, generations: Sequence[NewGeneration]) -> list[SluiceError | None]:
+        """Why each is refused if it is new; None where it may be committed."""
+        sizes = {key: await self._models.sizes_of(key) for key in {each.model_key for each in generations}}
+        refusals: list[SluiceError | None] = [_misfit(each, sizes[each.model_key]) for each in generations]
+        fitting = [index for index, refusal in enumerate(refusals) if refusal is None]
+        if fitting:
+            bounds = await self._over_bounds([generations[index] for index in fitting])
+            for index, refusal in zip(fitting, bounds, strict=True):
+                refusals[index] = refusal
+        return refusals
+
+    async def _over_bounds(self, generations: Sequence[NewGeneration]) -> list[SluiceError | None]:
+        checks = [
+            BoundCheck(
+                model_key=each.model_key,
+                tenant_id=each.tenant_id,
+                priority_class=each.priority_class,
+                prompt_tokens=len(each.prompt_token_ids),
+            )
+            for each in generations
+        ]
+        try:
+            verdicts = await self._queue.check_many(checks)
+        except UnavailableError as error:
+            # One error each: they are raised in as many tasks.
+            return [UnavailableError(error.message, reason=Reason.STORE_UNAVAILABLE) for _ in generations]
+        return [_refusal_of(each, verdict) for each, verdict in zip(generations, verdicts, strict=True)]
+
+    async def _attach(
+        self, generations: Sequence[NewGeneration], refusals: Sequence[SluiceError | None]
+    ) -> list[SubmitResult | SluiceError | None]:
+        """The refusals, but for those whose request_id is known: these find their generation."""
+        results: list[SubmitResult | SluiceError | None] = list(refusals)
+        refused = [index for index, refusal in enumerate(refusals) if refusal is not None]
+        if refused:
+            known = await self._store.attach_many([generations[index] for index in refused])
+            for index, result in zip(refused, known, strict=True):
+                results[index] = result or refusals[index]
         return results
 
-    async def _settle_reservations(self, generations: Sequence[NewGeneration], results: Sequence[SubmitResult]) -> None:
-        """Binds what was created; what attached or conflicted gives its reservation back. Failing is harmless: unbound
-        reservations run out by themselves, and rows bind theirs again when they are settled."""
+    # -- after the commit
+
+    async def _settle_reservations(
+        self, generations: Sequence[NewGeneration], results: Sequence[SubmitResult | SluiceError | None]
+    ) -> None:
+        """Binds what was created; what attached, conflicted or was refused gives its reservation back. Failing is harmless:
+        unbound reservations run out by themselves, and rows bind theirs again when they are settled."""
         bound: list[QuotaCharge] = []
         released: list[QuotaCharge] = []
         for generation, result in zip(generations, results, strict=True):
-            (bound if result.kind is SubmitKind.CREATED else released).append(_charge_of(generation))
+            is_created = isinstance(result, SubmitResult) and result.kind is SubmitKind.CREATED
+            (bound if is_created else released).append(_charge_of(generation))
         try:
             await self._quota.bind_many(bound)
             await self._quota.release_many(released)
@@ -113,15 +151,53 @@ class Admission:
 
     async def _enqueue(self, records: Sequence[GenerationRecord]) -> None:
         """Queues committed rows. The rows are accepted whatever happens here: the reaper queues what has no entry."""
-        entries = [queue_entry_of(record) for record in records if record.state is State.QUEUED]
-        if not entries:
+        queued = [record for record in records if record.state is State.QUEUED]
+        if not queued:
             return
+        weights = await self._weights.of({record.tenant_id for record in queued})
         try:
-            await self._queue.enqueue_many(entries)
+            await self._queue.enqueue_many([queue_entry_of(each, weight=weights[each.tenant_id]) for each in queued])
         except UnavailableError:
-            _log.warning("enqueue_left_to_reaper", count=len(entries))
+            _log.warning("enqueue_left_to_reaper", count=len(queued))
             return
         self._on_queued()
+
+
+def _misfit(generation: NewGeneration, sizes: Sequence[SessionSizes]) -> SluiceError | None:
+    """Why no worker could ever run it."""
+    if not sizes:
+        return UnavailableError(
+            "no worker serves this model now", reason=Reason.NO_WORKER, retry_after=NO_WORKER_RETRY_AFTER
+        )
+    num_prompt, max_output = len(generation.prompt_token_ids), generation.sampling.max_output_tokens
+    if any(each.can_hold(num_prompt + max_output) for each in sizes):
+        return None
+    largest = max(min(each.context_length, each.capacity_tokens) for each in sizes)
+    return InvalidArgumentError(
+        "prompt_token_ids",
+        f"{num_prompt} tokens and at most {max_output} of output; the largest worker holds {largest}",
+        reason=Reason.PROMPT_TOO_LONG,
+        metadata={"num_prompt_tokens": str(num_prompt), "max_tokens": str(largest)},
+    )
+
+
+def _refusal_of(generation: NewGeneration, verdict: BoundVerdict) -> SluiceError | None:
+    match verdict.status:
+        case BoundStatus.FREE:
+            return None
+        case BoundStatus.TENANT_FULL:
+            return QuotaExceededError(
+                "as many requests or prompt tokens of this tenant are queued as it may have",
+                subject=f"tenant:{generation.tenant_id}:queue",
+                reason=Reason.TENANT_QUEUE_FULL,
+                retry_after=verdict.retry_after,
+            )
+        case BoundStatus.QUEUE_FULL:
+            return UnavailableError(
+                "the queue of this model and class is full", reason=Reason.QUEUE_FULL, retry_after=verdict.retry_after
+            )
+        case _:
+            assert_never(verdict.status)
 
 
 def _charge_of(generation: NewGeneration) -> QuotaCharge:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from opentelemetry.trace import Span
 
+from scheduler.queue.port import ByClass
 from service_kit.ids import GenerationId
 from state_store.model import GenerationRecord, PriorityClass
 from state_store.ports import AttemptRef
@@ -31,6 +32,8 @@ class ExpectedAttempt:
 
     record: GenerationRecord
     context_tokens: int
+    tokens_to_fill: int
+    """Of these, what its worker is expected to compute before its first token: the rest is cached there."""
     expected_since_s: float
     span: Span
     is_seen: bool = False
@@ -142,14 +145,21 @@ class AttemptTable:
         that the next crash tells which it was."""
         return any(known.record.charged_attempts and not known.has_added for known in self._by_generation.values())
 
-    def unseen_tokens(self) -> tuple[int, int, int]:
-        """Context of what was dispatched and does not show in the worker's load report yet, by rank of the class."""
-        tokens = [0] * len(PriorityClass)
-        for known in self._by_generation.values():
-            if known.ref not in self._reported:
-                tokens[known.record.priority_class.rank] += known.context_tokens
-        interactive, standard, batch = tokens
-        return interactive, standard, batch
+    def num_outstanding(self) -> ByClass:
+        """Attempts by class."""
+        return _sum_by_class((known, 1) for known in self._by_generation.values())
+
+    def unseen_tokens(self) -> ByClass:
+        """Context of what was dispatched and does not show in the worker's load report yet, by class."""
+        return _sum_by_class(
+            (known, known.context_tokens) for known in self._by_generation.values() if known.ref not in self._reported
+        )
+
+    def tokens_to_fill(self) -> ByClass:
+        """What is still to be computed of those that have made no token yet, by class."""
+        return _sum_by_class(
+            (known, known.tokens_to_fill) for known in self._by_generation.values() if not known.has_added
+        )
 
     def overdue(self, now_s: float) -> list[tuple[ExpectedAttempt, Overdue]]:
         """Attempts not named in time. The caller assigns again (the time starts anew) or gives the attempt back."""
@@ -168,3 +178,11 @@ class AttemptTable:
 
     def all(self) -> list[ExpectedAttempt]:
         return list(self._by_generation.values())
+
+
+def _sum_by_class(parts: Iterable[tuple[ExpectedAttempt, int]]) -> ByClass:
+    sums = [0] * len(PriorityClass)
+    for attempt, number in parts:
+        sums[attempt.record.priority_class.rank] += number
+    interactive, standard, batch = sums
+    return interactive, standard, batch

@@ -42,10 +42,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewsResult:
-    """`resend_from` is the first sequence number to send again, with RESEND_FROM only."""
+    """`resend_from` is the first sequence number to send again, with RESEND_FROM only; `num_appended` are the tokens that the
+    log did not have before."""
 
     verdict: Verdict
     resend_from: int = 0
+    num_appended: int = 0
 
 
 KEEP = NewsResult(verdict=Verdict.KEEP)
@@ -102,7 +104,10 @@ class Coordinator:
         unopened: list[AttemptRef] = []
         for item, result in zip(with_tokens, appended, strict=True):
             match result.status:
-                case AppendStatus.OK | AppendStatus.DUP:
+                case AppendStatus.OK:
+                    num_appended = len(item.delta.token_ids) if item.delta is not None else 0
+                    results[item.ref] = NewsResult(verdict=Verdict.KEEP, num_appended=num_appended)
+                case AppendStatus.DUP:
                     results[item.ref] = KEEP
                 case AppendStatus.GAP:
                     results[item.ref] = resend_from(result.end.sequence_number + 1)

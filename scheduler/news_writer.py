@@ -7,6 +7,7 @@ from inference.internal.v1 import worker_pb2
 from scheduler.attempt_table import AttemptTable
 from scheduler.codec import decode_batch, encode_ref, encode_verdict
 from scheduler.coordinator import ABORT, AttemptNews, Coordinator, EndResult, NewsResult, Verdict, resend_from
+from scheduler.output_charges import OutputCharges
 from scheduler.policy import WorkerEnd
 from scheduler.retry import until_available
 from scheduler.session_stream import SessionStream
@@ -22,9 +23,12 @@ class NewsWriter:
     Bounded by the worker's window: at most 8 batches of a stream are unacknowledged.
     """
 
-    def __init__(self, *, table: AttemptTable, coordinator: Coordinator, on_room: Callable[[], None]) -> None:
+    def __init__(
+        self, *, table: AttemptTable, coordinator: Coordinator, charges: OutputCharges, on_room: Callable[[], None]
+    ) -> None:
         self._table = table
         self._coordinator = coordinator
+        self._charges = charges
         self._on_room = on_room
         self._batches: asyncio.Queue[tuple[SessionStream, worker_pb2.DeltaBatch]] = asyncio.Queue()
         self._ends: dict[AttemptRef, asyncio.Task[None]] = {}
@@ -52,6 +56,9 @@ class NewsWriter:
             await asyncio.gather(*self._ends.values(), return_exceptions=True)
 
     def _apply(self, stream: SessionStream, news: list[AttemptNews], results: list[NewsResult]) -> None:
+        for item, result in zip(news, results, strict=True):
+            if result.num_appended and (known := self._table.find(item.ref)) is not None:
+                self._charges.note(known.record.model_key, known.record.tenant_id, result.num_appended)
         corrections = {
             item.ref: result for item, result in zip(news, results, strict=True) if result.verdict is not Verdict.KEEP
         }

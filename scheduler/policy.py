@@ -1,11 +1,11 @@
 """Decisions of the scheduler as pure functions: what a row's end looks like, who is charged, what fits."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import accumulate
 
-from scheduler.queue.port import QueueEntry, SessionRoom
+from scheduler.queue.port import ByClass, QueueEntry, SessionRoom
 from service_kit.delta import Cursor, Delta
 from service_kit.errors import Reason
 from service_kit.ids import SessionId, TenantId
@@ -81,9 +81,12 @@ def _cancel_message(cause: CancelCause) -> str:
     }[cause]
 
 
-def queue_entry_of(record: GenerationRow, *, output_tokens: int = 0) -> QueueEntry:
+def queue_entry_of(
+    record: GenerationRow, *, weight: float, output_tokens: int = 0, ready_at: datetime | None = None
+) -> QueueEntry:
     """The queue entry of a QUEUED row. Its room is what its context needs at once; the output grows block by block and
-    the engine preempts where that does not fit. The queue timeout counts only before the first grant.
+    the engine preempts where that does not fit. The queue timeout counts only before the first grant, but its place among
+    the tenant's entries stays what it was.
     """
     limits = [record.deadline_at, record.queue_deadline_at if record.attempt == 0 else None]
     return QueueEntry(
@@ -91,28 +94,40 @@ def queue_entry_of(record: GenerationRow, *, output_tokens: int = 0) -> QueueEnt
         attempt=record.attempt,
         model_key=record.model_key,
         tenant_id=record.tenant_id,
+        weight=weight,
         priority_class=record.priority_class,
         prompt_tokens=record.num_prompt_tokens,
         max_tokens=record.num_prompt_tokens + output_tokens + 1,
         arrived_at=record.created_at,
         order_at=min(record.queue_deadline_at, record.deadline_at or record.queue_deadline_at),
         deadline_at=min((limit for limit in limits if limit is not None), default=None),
+        ready_at=ready_at,
         is_charged=record.charged_attempts > 0,
     )
 
 
+FIRST_BACK_OFF = timedelta(seconds=1)
+LONGEST_BACK_OFF = timedelta(seconds=30)
+
+
+def back_off(charged_attempts: int) -> timedelta:
+    """How long a generation waits before its next attempt when this one was charged, `charged_attempts` in all: what
+    crashed a worker may crash the next one as well, and the others shall have time to get on."""
+    return min(FIRST_BACK_OFF * (1 << (charged_attempts - 1)), LONGEST_BACK_OFF)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """A session as the dispatcher sees it. `room_blocks` of its latest report and `unseen_tokens`, the context of what was
-    dispatched but does not show in it yet, are by rank of the class."""
+    """A session as the dispatcher sees it: attempts that were given to it and have not ended, room of its latest report, and
+    the context of what was dispatched but does not show in it yet, by class."""
 
     session_id: SessionId
     max_running: int
-    num_outstanding: int
+    num_outstanding: ByClass
+    room_blocks: ByClass
     num_blocks: int
-    room_blocks: tuple[int, int, int]
     block_size: int
-    unseen_tokens: tuple[int, int, int]
+    unseen_tokens: ByClass
     is_draining: bool
     has_suspect: bool = False
     """Whether it runs a generation that was charged and has not added a token since."""
@@ -123,21 +138,26 @@ LOOK_AHEAD = 2
 
 
 def room_of(capacity: Capacity) -> SessionRoom:
-    """What a session can take now; reports older than the last dispatch are corrected by what it has not yet seen."""
-    entries = 0 if capacity.is_draining else max(0, capacity.max_running + LOOK_AHEAD - capacity.num_outstanding)
-    # What was dispatched of a lower class takes nothing from a higher one: its blocks can be taken from it.
-    unseen = accumulate(capacity.unseen_tokens)
-    interactive, standard, batch = (
-        max(0, blocks * capacity.block_size - tokens)
-        for blocks, tokens in zip(capacity.room_blocks, unseen, strict=True)
-    )
+    """What a session can take now; reports older than the last dispatch are corrected by what it has not yet seen.
+
+    What was dispatched of a lower class takes nothing from a higher one: the engine takes blocks and slots from it.
+    """
+    slots = 0 if capacity.is_draining else capacity.max_running + LOOK_AHEAD
+    blocks = (0, 0, 0) if capacity.is_draining else capacity.room_blocks
+    tokens = (each * capacity.block_size for each in blocks)
     return SessionRoom(
         session_id=capacity.session_id,
-        max_entries=(entries, entries, entries),
-        max_tokens=(interactive, standard, batch),
+        max_entries=_what_is_left((slots, slots, slots), capacity.num_outstanding),
+        max_tokens=_what_is_left(tokens, capacity.unseen_tokens),
         capacity_tokens=capacity.num_blocks * capacity.block_size,
         max_charged=int(not capacity.has_suspect),
     )
+
+
+def _what_is_left(room: Iterable[int], used: ByClass) -> ByClass:
+    """Of a room by class, when `used` by class counts against each class and those below it."""
+    interactive, standard, batch = (max(0, size - taken) for size, taken in zip(room, accumulate(used), strict=True))
+    return interactive, standard, batch
 
 
 def prefix_salt(tenant_id: TenantId, *, is_shared: bool) -> str:

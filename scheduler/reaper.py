@@ -1,14 +1,15 @@
 """Repairs what a crash left half-done, and ends what has waited too long. Every step may run on several schedulers."""
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 
 from scheduler.cancellation import Cancellation
 from scheduler.policy import finish_without_worker, is_unwatched_for_too_long, queue_entry_of
-from scheduler.queue.port import AdmissionQueue
+from scheduler.queue.port import AdmissionQueue, QueueEntry
 from scheduler.recovery import Recovery
 from scheduler.session_registry import SessionRegistry
+from scheduler.tenant_weights import TenantWeights
 from service_kit.delta import Cursor
 from service_kit.errors import UnavailableError
 from service_kit.ids import GenerationId, SessionId, minted_at
@@ -38,6 +39,7 @@ class Reaper:
         store: Store,
         log: DeltaLogWriter,
         queue: AdmissionQueue,
+        weights: TenantWeights,
         registry: SessionRegistry,
         recovery: Recovery,
         cancellation: Cancellation,
@@ -48,6 +50,7 @@ class Reaper:
         self._store = store
         self._log = log
         self._queue = queue
+        self._weights = weights
         self._registry = registry
         self._recovery = recovery
         self._cancellation = cancellation
@@ -96,7 +99,7 @@ class Reaper:
             return
         count = 0
         async for page in self._queued_pages(min_age=timedelta(0)):
-            await self._queue.enqueue_many([queue_entry_of(record) for record in page], is_rebuild=True)
+            await self._queue.enqueue_many(await self._entries(page), is_rebuild=True)
             count += len(page)
         await self._queue.mark_ready()
         _log.info("queue_rebuilt", entries=count)
@@ -136,7 +139,11 @@ class Reaper:
             missing = [record for record, is_known in zip(page, known, strict=True) if not is_known]
             if missing:
                 _log.warning("unqueued_rows_queued", count=len(missing))
-                await self._queue.enqueue_many([queue_entry_of(r) for r in missing])
+                await self._queue.enqueue_many(await self._entries(missing))
+
+    async def _entries(self, rows: Sequence[GenerationSummary]) -> list[QueueEntry]:
+        weights = await self._weights.of({row.tenant_id for row in rows})
+        return [queue_entry_of(row, weight=weights[row.tenant_id]) for row in rows]
 
     async def _queued_pages(self, *, min_age: timedelta) -> AsyncIterator[list[GenerationSummary]]:
         after: GenerationId | None = None

@@ -5,12 +5,14 @@ crash after any of these steps is repaired: the next open fences what a missing 
 stands QUEUED without an entry.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import datetime
 
 from scheduler.coordinator import Coordinator
 from scheduler.output import BrokenOutputError, combine
-from scheduler.policy import LostAttempt, charged_of, finish_without_worker, queue_entry_of
+from scheduler.policy import LostAttempt, back_off, charged_of, finish_without_worker, queue_entry_of
 from scheduler.queue.port import AdmissionQueue
+from scheduler.tenant_weights import TenantWeights
 from service_kit.crash_point import CrashPoints
 from service_kit.delta import Cursor
 from service_kit.logging import get_logger
@@ -30,10 +32,14 @@ class Recovery:
         store: GenerationStore,
         log: DeltaLogWriter,
         queue: AdmissionQueue,
+        weights: TenantWeights,
         coordinator: Coordinator,
         crash_points: CrashPoints,
+        now: Callable[[], datetime],
     ) -> None:
         self._store = store
+        self._weights = weights
+        self._now = now
         self._log = log
         self._queue = queue
         self._coordinator = coordinator
@@ -94,19 +100,32 @@ class Recovery:
                 for record, view, start, attempt in zip(records, views, starts, lost, strict=True)
             ]
         )
-        # The charge may have used up the last attempt: the row as it is now decides.
+        # The charge may have used up the last attempt: the rows as they are now decide.
         now = [record for record in await self._store.get_many(ids) if record is not None]
-        exhausted = [r for r in now if not r.state.is_terminal and finish_without_worker(r, Cursor(), None) is not None]
-        ended_ids = {record.generation_id for record in exhausted}
+        live = [record for record in now if not record.state.is_terminal]
+        exhausted = [record for record in live if finish_without_worker(record, Cursor(), None) is not None]
+        await self._enqueue([record for record in live if record not in exhausted], views, charged)
+        await self.end_rows(exhausted)
+
+    async def _enqueue(
+        self, records: Sequence[GenerationRecord], views: Sequence[LogView], charged: Collection[AttemptRef]
+    ) -> None:
+        """Back to their old place; those whose attempt was charged after a while."""
         tokens = {view.generation_id: view.end.sequence_number for view in views}
+        charged_ids = {ref.generation_id for ref in charged}
+        weights = await self._weights.of({record.tenant_id for record in records})
+        now = self._now()
         await self._queue.enqueue_many(
             [
-                queue_entry_of(record, output_tokens=tokens[record.generation_id])
-                for record in now
-                if not record.state.is_terminal and record.generation_id not in ended_ids
+                queue_entry_of(
+                    record,
+                    weight=weights[record.tenant_id],
+                    output_tokens=tokens[record.generation_id],
+                    ready_at=now + back_off(record.charged_attempts) if record.generation_id in charged_ids else None,
+                )
+                for record in records
             ]
         )
-        await self.end_rows(exhausted)
 
     async def end_rows(self, records: Iterable[GenerationRow]) -> None:
         """Ends live rows that no worker will end: cancelled or expired while queued, or lost with no attempt left. What

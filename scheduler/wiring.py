@@ -13,12 +13,15 @@ from scheduler.cancellation import Cancellation
 from scheduler.config import SchedulerConfig
 from scheduler.coordinator import Coordinator
 from scheduler.dispatcher import Dispatcher
+from scheduler.model_directory import ModelDirectory
+from scheduler.output_charges import OutputCharges
 from scheduler.queue.port import AdmissionQueue
 from scheduler.quota_upkeep import QuotaReaper
 from scheduler.reaper import Reaper
 from scheduler.recovery import Recovery
 from scheduler.service import SchedulerServicer
 from scheduler.session_registry import SessionRegistry
+from scheduler.tenant_weights import TenantWeights
 from scheduler.worker_session import Surroundings, WorkerSession
 from service_kit.crash_point import CrashPoints
 from service_kit.ids import SchedulerId
@@ -46,6 +49,8 @@ class Parts:
     reaper: Reaper
     admission: Admission
     quota_reaper: QuotaReaper | None
+    models: ModelDirectory
+    charges: OutputCharges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,18 @@ def build(
     quota = quota or PermissiveQuota()
     coordinator = Coordinator(store=store, log=log, quota=quota, crash_points=crash_points)
     assignments = Assignments(store=store, log=log)
-    recovery = Recovery(store=store, log=log, queue=queue, coordinator=coordinator, crash_points=crash_points)
+    weights = TenantWeights(store=store, clock=clocks.monotonic_s)
+    charges = OutputCharges(queue=queue, weights=weights)
+    models = ModelDirectory(store=store, clock=clocks.monotonic_s)
+    recovery = Recovery(
+        store=store,
+        log=log,
+        queue=queue,
+        weights=weights,
+        coordinator=coordinator,
+        crash_points=crash_points,
+        now=clocks.now,
+    )
     wake: list[Callable[[], None]] = []
 
     def on_room() -> None:
@@ -86,6 +102,7 @@ def build(
     surroundings = Surroundings(
         store=store,
         coordinator=coordinator,
+        charges=charges,
         assignments=assignments,
         clock=clocks.monotonic_s,
         access=config.access,
@@ -100,12 +117,21 @@ def build(
         store=store, recovery=recovery, make_session=make_session, clock=clocks.monotonic_s, lease=config.lease
     )
     dispatcher = Dispatcher(
-        store=store, queue=queue, assignments=assignments, registry=registry, crash_points=crash_points, now=clocks.now
+        store=store,
+        queue=queue,
+        assignments=assignments,
+        registry=registry,
+        crash_points=crash_points,
+        clock=clocks.monotonic_s,
+        now=clocks.now,
+        shares_prefixes=config.shares_prefixes,
     )
     wake.append(dispatcher.wake)
     admission = Admission(
         store=store,
         queue=queue,
+        models=models,
+        weights=weights,
         quota=quota,
         crash_points=crash_points,
         on_queued=dispatcher.wake,
@@ -115,6 +141,7 @@ def build(
         store=store,
         log=log,
         queue=queue,
+        weights=weights,
         registry=registry,
         recovery=recovery,
         cancellation=cancellation,
@@ -140,4 +167,6 @@ def build(
         quota_reaper=(
             QuotaReaper(quota=quota, upkeep=upkeep, records=quota_records) if upkeep and quota_records else None
         ),
+        models=models,
+        charges=charges,
     )

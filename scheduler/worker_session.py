@@ -13,6 +13,7 @@ from scheduler.attempt_table import AttemptTable, ExpectedAttempt, HeldAttempt, 
 from scheduler.codec import decode_held, decode_load, decode_untried, encode_assignment, encode_ref, encode_verdict
 from scheduler.coordinator import ABORT, KEEP, Coordinator, NewsResult
 from scheduler.news_writer import NewsWriter
+from scheduler.output_charges import OutputCharges
 from scheduler.policy import Capacity, prefix_salt
 from scheduler.retry import until_available
 from scheduler.session_load import PrefixSet, SessionLoad
@@ -43,6 +44,7 @@ class Surroundings:
 
     store: GenerationStore
     coordinator: Coordinator
+    charges: OutputCharges
     assignments: Assignments
     clock: Callable[[], float]
     access: InternalAccess
@@ -69,7 +71,12 @@ class WorkerSession:
         """What the engine's fatal step ran before it had made a token; None: not known."""
         self._around = surroundings
         self._stream: SessionStream | None = None
-        self._writer = NewsWriter(table=self.table, coordinator=surroundings.coordinator, on_room=surroundings.on_room)
+        self._writer = NewsWriter(
+            table=self.table,
+            coordinator=surroundings.coordinator,
+            charges=surroundings.charges,
+            on_room=surroundings.on_room,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._judging: set[AttemptRef] = set()
 
@@ -79,17 +86,19 @@ class WorkerSession:
         return Capacity(
             session_id=self.session.session_id,
             max_running=self.session.max_running,
-            num_outstanding=len(self.table),
-            num_blocks=self.session.num_blocks,
+            num_outstanding=self.table.num_outstanding(),
             room_blocks=self.load.room_blocks,
+            num_blocks=self.session.num_blocks,
             block_size=self.session.block_size,
             unseen_tokens=self.table.unseen_tokens(),
             is_draining=not self.is_ready or self.load.is_draining,
             has_suspect=self.table.has_suspect(),
         )
 
-    def expect(self, record: GenerationRecord, *, output_tokens: int = 0) -> None:
-        """From the commit of the grant on, the worker must name this attempt in time."""
+    def expect(self, record: GenerationRecord, *, context_tokens: int | None = None, cached_tokens: int = 0) -> None:
+        """From the commit of the grant on, the worker must name this attempt in time. `context_tokens` is what it needs at
+        once, `cached_tokens` what of this the worker probably has."""
+        context_tokens = record.num_prompt_tokens + 1 if context_tokens is None else context_tokens
         span = tracer().start_span(
             "scheduler.attempt",
             context=context_from_traceparent(record.traceparent),
@@ -98,7 +107,8 @@ class WorkerSession:
         self.table.expect(
             ExpectedAttempt(
                 record=record,
-                context_tokens=record.num_prompt_tokens + output_tokens + 1,
+                context_tokens=context_tokens,
+                tokens_to_fill=context_tokens - cached_tokens,
                 expected_since_s=self._around.clock(),
                 span=span,
                 is_cancel_wanted=record.cancel_cause is not None,

@@ -18,13 +18,13 @@ from scheduler.queue.port import AdmissionQueue
 from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.wiring import Clocks, Parts, build
 from service_kit.grpc_server import GrpcServer
-from service_kit.ids import GenerationId, KeyId, RequestId, TenantId, new_generation_id
+from service_kit.ids import GenerationId, KeyId, RequestId, SchedulerId, TenantId, new_generation_id, new_session_id
 from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat
 from service_kit.sampling import SamplingParams
 from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import DeltaLogReader, DeltaLogWriter
-from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass
+from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass, SessionRecord, SessionState
 from state_store.ports import Store
 
 MODEL_KEY = ModelKey(revision="r1", precision="fp32")
@@ -54,12 +54,13 @@ class ManualClock:
 
 @dataclass(slots=True, kw_only=True)
 class Stores:
-    """`redis` is None for the memory twins."""
+    """`redis` is None for the memory twins. `clock` is the one that the queue goes by, if it was given it."""
 
     store: Store
     log: Log
     queue: AdmissionQueue
     redis: Redis | None
+    clock: ManualClock = field(default_factory=ManualClock)
 
     async def lose_log_and_queue(self) -> None:
         """What FLUSHALL does."""
@@ -80,7 +81,10 @@ class SchedulerRig:
     address: str
 
     async def submit(self, generation: NewGeneration | None = None) -> GenerationRecord:
-        result = await self.parts.admission.submit(generation or make_generation(), has_seed=True)
+        """As if a worker of the model had just been there."""
+        generation = generation or make_generation()
+        self.parts.models.note(make_session_record(generation.model_key))
+        result = await self.parts.admission.submit(generation, has_seed=True)
         return result.record
 
     async def dispatch(self) -> bool:
@@ -112,12 +116,19 @@ def make_config(**changes: object) -> SchedulerConfig:
 
 @asynccontextmanager
 async def running_scheduler(
-    stores: Stores, *, crash_file: Path | None = None, shares_prefixes: bool = False
+    stores: Stores,
+    *,
+    crash_file: Path | None = None,
+    shares_prefixes: bool = False,
+    clock: ManualClock | None = None,
+    internal_token: str | None = None,
 ) -> AsyncIterator[SchedulerRig]:
-    """A scheduler that serves gRPC; its loops do not run by themselves."""
-    clock = ManualClock()
+    """A scheduler that serves gRPC; its loops do not run by themselves. `internal_token` is what it says to workers."""
+    clock = clock or ManualClock()
     parts = build(
-        make_config(crash_file=crash_file, shares_prefixes=shares_prefixes),
+        make_config(
+            crash_file=crash_file, shares_prefixes=shares_prefixes, access=InternalAccess(token=internal_token)
+        ),
         store=stores.store,
         log=stores.log,
         queue=stores.queue,
@@ -136,6 +147,25 @@ async def running_scheduler(
         await asyncio.gather(following, return_exceptions=True)
         await server.stop(timedelta(0))
         await parts.registry.stop()
+
+
+def make_session_record(model_key: ModelKey = MODEL_KEY) -> SessionRecord:
+    """A live session with room for everything."""
+    return SessionRecord(
+        session_id=new_session_id(),
+        worker_id="worker",
+        address="127.0.0.1:1",
+        scheduler_id=SchedulerId("scheduler"),
+        owner_epoch=1,
+        state=SessionState.LIVE,
+        model="scripted-model",
+        model_key=model_key,
+        context_length=1 << 20,
+        num_blocks=1 << 16,
+        block_size=16,
+        max_running=16,
+        lease_expires_at=datetime.now(tz=UTC),
+    )
 
 
 def make_generation(

@@ -16,7 +16,7 @@ from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.memory.store import MemoryStore
 from state_store.postgres.store import PostgresStore
 from tests.support.polling import eventually
-from tests.support.scheduler_rig import SchedulerRig, Stores, running_scheduler
+from tests.support.scheduler_rig import ManualClock, SchedulerRig, Stores, running_scheduler
 from tests.support.scripted_worker import ScriptedWorker
 
 SCHEDULER_DATABASE = 7
@@ -48,18 +48,22 @@ async def real_stores(make_store_dsn: Callable[[], str], valkey_server: LocalVal
 
 @pytest_asyncio.fixture(params=["memory", "real"])
 async def stores(request: pytest.FixtureRequest) -> AsyncIterator[Stores]:
-    """The twins, and the real servers."""
+    """The twins, and the real servers; the queue goes by the scheduler's clock."""
     if request.param == "memory":
-        yield Stores(store=MemoryStore(), log=MemoryDeltaLog(_now), queue=MemoryAdmissionQueue(_now), redis=None)
+        clock = ManualClock()
+        queue = MemoryAdmissionQueue(clock.now)
+        yield Stores(store=MemoryStore(), log=MemoryDeltaLog(_now), queue=queue, redis=None, clock=clock)
         return
     dsn = request.getfixturevalue("make_store_dsn")()
     async with _open_real_stores(dsn, request.getfixturevalue("valkey_server").url) as stores:
+        assert stores.redis is not None
+        stores.queue = RedisAdmissionQueue(stores.redis, clock=stores.clock.now)
         yield stores
 
 
 @pytest_asyncio.fixture
 async def rig(stores: Stores) -> AsyncIterator[SchedulerRig]:
-    async with running_scheduler(stores) as rig:
+    async with running_scheduler(stores, clock=stores.clock) as rig:
         yield rig
 
 

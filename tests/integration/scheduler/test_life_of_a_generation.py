@@ -10,6 +10,7 @@ import pytest
 
 from inference.internal.v1 import worker_pb2
 from scheduler import news_writer
+from scheduler.policy import back_off
 from service_kit.delta import Cursor, Delta, make_delta
 from service_kit.errors import NotFoundError
 from service_kit.ids import GatewayId, GenerationId, TenantId, new_generation_id
@@ -333,6 +334,8 @@ async def test_three_attempts_that_add_nothing_end_as_failed_with_a_dead_letter(
         await _gone(rig)
         if attempt < 3:
             await _queued_again(rig, record.generation_id)
+            assert not await rig.dispatch()
+            rig.clock.advance(back_off(attempt).total_seconds())
     for _ in range(500):
         ended = await rig.record(record.generation_id)
         if ended.state.is_terminal:

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest_asyncio
 
+from scheduler.policy import back_off
 from service_kit.delta import Cursor, make_delta
 from state_store.model import AttemptOutcome, State
 from tests.support.polling import eventually, eventually_answers
@@ -99,6 +100,7 @@ async def test_charged_generations_travel_alone_until_a_token_clears_them_and_ot
     worker.lose_engine(untried=None)
     await queued_again(rig, ids)
     fresh = await submitted(rig, 2)
+    rig.clock.advance(back_off(1).total_seconds())
     second = await new_worker()
     assert await dispatched(rig, second, 3) == [ids[0], *fresh]
     assert not await rig.dispatch(), "the charged one aboard has not added a token yet"
@@ -108,6 +110,24 @@ async def test_charged_generations_travel_alone_until_a_token_clears_them_and_ot
     second.lose_engine(untried=None)
     await queued_again(rig, [*ids, *fresh])
     assert await charges(rig, [*ids, *fresh]) == [1, 2, 1, 0, 0], "the charged one that had added nothing did it"
+
+
+async def test_what_was_charged_comes_back_after_a_while_to_its_old_place_and_the_others_at_once(
+    rig: SchedulerRig, new_worker: MakeWorker
+) -> None:
+    worker = await new_worker()
+    ids = await submitted(rig, 3)
+    await dispatched(rig, worker, 3)
+    worker.lose_engine(untried=[(ids[1], 1)])
+    await queued_again(rig, ids)
+    second = await new_worker()
+    assert await dispatched(rig, second, 2) == [ids[0], ids[2]]
+    late = await submitted(rig, 1)
+    rig.clock.advance(back_off(1).total_seconds() - 0.001)
+    assert await dispatched(rig, second, 3) == [ids[0], ids[2], *late]
+    later = await submitted(rig, 1)
+    rig.clock.advance(0.001)
+    assert await dispatched(rig, second, 5) == [ids[0], ids[2], *late, ids[1], *later]
 
 
 async def test_a_poisonous_generation_ends_after_three_charges_with_one_dead_letter(
@@ -121,6 +141,7 @@ async def test_a_poisonous_generation_ends_after_three_charges_with_one_dead_let
         in_step = [poison] if attempt == 1 else [poison, *neighbours]
         worker.lose_engine(untried=[(each, attempt) for each in in_step])
         await queued_again(rig, neighbours if attempt == 3 else [poison, *neighbours])
+        rig.clock.advance(back_off(attempt).total_seconds())
 
     async def has_ended() -> bool:
         return (await rig.record(poison)).state.is_terminal

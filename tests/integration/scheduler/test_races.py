@@ -10,7 +10,7 @@ from inference.internal.v1 import worker_pb2
 from scheduler.redis_cancel_hints import CHANNEL
 from service_kit.delta import Cursor, Delta, make_delta
 from state_store.delta_log.port import LogView, SealItem
-from state_store.model import CancelCause, State
+from state_store.model import AttemptOutcome, CancelCause, State
 from state_store.ports import GrantRequest
 from tests.support.polling import eventually, eventually_answers
 from tests.support.scheduler_rig import SchedulerRig, Stores, running_scheduler
@@ -185,7 +185,7 @@ async def test_a_paused_scheduler_cannot_open_an_emptied_log_for_an_attempt_that
     await pair.worker.until(lambda: bool(pair.worker.assignments()))
     lost = await pair.stores.store.lose_session(pair.worker.session_id, 1)
     assert lost is not None
-    await pair.second.parts.recovery.recover_session(lost)
+    await pair.second.parts.recovery.recover_session(lost, outcome=AttemptOutcome.HANDED_BACK)
     assert await pair.second.dispatch()
     await other_worker.until(lambda: bool(other_worker.assignments()))
     await pair.stores.lose_log_and_queue()

@@ -16,6 +16,7 @@ from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.memory.store import MemoryStore
 from state_store.model import ModelKey, State
 from tests.chaos.proxy import Link
+from tests.integration.worker.scripted_scheduler import TOKEN
 from tests.integration.worker.test_worker_process import engine_pid, worker_process
 from tests.support.polling import eventually
 from tests.support.scheduler_rig import Stores, make_generation, running_scheduler
@@ -29,7 +30,7 @@ def now():
 @pytest.fixture
 async def rig():
     stores = Stores(store=MemoryStore(), log=MemoryDeltaLog(now), queue=MemoryAdmissionQueue(now), redis=None)
-    async with running_scheduler(stores) as running:
+    async with running_scheduler(stores, internal_token=TOKEN) as running:
         yield running
 
 

@@ -23,12 +23,28 @@ def table():
     for index, (name, priority_class) in enumerate(zip("abc", PriorityClass, strict=True)):
         record = SimpleNamespace(generation_id=name, attempt=1, priority_class=priority_class)
         span = SimpleNamespace(end=lambda: None)
-        table.expect(ExpectedAttempt(record=record, context_tokens=10**index, expected_since_s=0.0, span=span))
+        attempt = ExpectedAttempt(
+            record=record, context_tokens=10**index, tokens_to_fill=2 * 10**index, expected_since_s=0.0, span=span
+        )
+        table.expect(attempt)
     return table
 
 
 def test_what_no_report_shows_counts_by_class(table):
     assert table.unseen_tokens() == (1, 10, 100)
+
+
+def test_what_was_given_counts_by_class_whether_a_report_shows_it_or_not(table):
+    table.note_reported([held("a"), held("b"), held("c")], num_in_engine=3)
+    assert table.num_outstanding() == (1, 1, 1)
+    assert table.tokens_to_fill() == (2, 20, 200)
+
+
+def test_what_has_made_a_token_has_nothing_to_fill_any_more(table):
+    table.find(ref("b")).record.charged_attempts = 0
+    table.note_added(ref("b"))
+    assert table.tokens_to_fill() == (2, 0, 200)
+    assert table.num_outstanding() == (1, 1, 1)
 
 
 def test_a_report_shows_the_oldest_of_what_is_named_as_many_as_it_counts(table):

@@ -3,7 +3,11 @@ import pytest
 from scheduler.config import SchedulerConfig
 from service_kit.environment import Environment, EnvironmentVariableError
 
-REQUIRED = {"SLUICE_POSTGRES_DSN": "postgresql://db", "SLUICE_REDIS_URL": "redis://cache"}
+REQUIRED = {
+    "SLUICE_POSTGRES_DSN": "postgresql://db",
+    "SLUICE_REDIS_URL": "redis://cache",
+    "SLUICE_INTERNAL_TOKEN": "t" * 32,
+}
 
 
 def config(**variables):

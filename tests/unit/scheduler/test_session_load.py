@@ -3,16 +3,16 @@ import pytest
 from inference.internal.v1 import worker_pb2
 from scheduler.codec import decode_load
 from scheduler.policy import LOOK_AHEAD, Capacity, prefix_salt, room_of
-from scheduler.session_load import PrefixSet
+from scheduler.session_load import EXPECTED_FOR_S, ExpectedPrefixes, PrefixSet
 
 
 def capacity(**changes):
     values = {
-        "session_id": "s",
+        "session_id": "session",
         "max_running": 4,
-        "num_blocks": 12,
-        "num_outstanding": 1,
+        "num_outstanding": (0, 1, 0),
         "room_blocks": (10, 6, 2),
+        "num_blocks": 20,
         "block_size": 16,
         "unseen_tokens": (0, 0, 0),
         "is_draining": False,
@@ -23,8 +23,13 @@ def capacity(**changes):
 def test_each_class_has_the_room_that_the_worker_reports_for_it():
     room = room_of(capacity())
     assert room.max_tokens == (160, 96, 32)
-    assert room.max_entries == (4 + LOOK_AHEAD - 1,) * 3
-    assert room.capacity_tokens == 192
+    assert room.max_entries == (4 + LOOK_AHEAD, 4 + LOOK_AHEAD - 1, 4 + LOOK_AHEAD - 1)
+    assert room.capacity_tokens == 20 * 16
+
+
+def test_a_worker_full_of_a_lower_class_has_all_its_slots_for_a_higher_one():
+    room = room_of(capacity(num_outstanding=(0, 1, 8)))
+    assert room.max_entries == (4 + LOOK_AHEAD, 4 + LOOK_AHEAD - 1, 0)
 
 
 def test_what_was_dispatched_and_is_not_seen_yet_counts_against_its_own_and_lower_classes():
@@ -34,7 +39,7 @@ def test_what_was_dispatched_and_is_not_seen_yet_counts_against_its_own_and_lowe
 
 def test_a_draining_session_has_no_room():
     room = room_of(capacity(is_draining=True))
-    assert room.max_entries == (0, 0, 0)
+    assert (room.max_entries, room.max_tokens) == ((0, 0, 0), (0, 0, 0))
 
 
 def test_a_report_is_decoded_with_its_room_per_class():
@@ -85,3 +90,34 @@ def test_no_more_digests_are_kept_than_the_bound():
     assert len(prefixes) == 2
     prefixes.change(added=[3], removed=[1])
     assert prefixes.num_cached_blocks([2, 3]) == 2
+
+
+def test_a_prefix_that_was_sent_is_expected_until_it_is_announced_or_some_seconds_have_passed():
+    prefixes = PrefixSet()
+    prefixes.expect([1, 2], now_s=0.0)
+    assert prefixes.has(1, now_s=EXPECTED_FOR_S - 0.1)
+    assert prefixes.num_cached_blocks([1]) == 0, "what is expected is not cached"
+    prefixes.change(added=[1], removed=[])
+    assert prefixes.has(1, now_s=EXPECTED_FOR_S)
+    assert not prefixes.has(2, now_s=EXPECTED_FOR_S)
+    prefixes.change(added=[], removed=[1])
+    assert not prefixes.has(1, now_s=1.0), "it was announced, so it is not expected any more"
+
+
+def test_sending_a_prefix_again_expects_it_anew():
+    prefixes = PrefixSet()
+    prefixes.expect([1, 2], now_s=0.0)
+    prefixes.expect([1], now_s=5.0)
+    assert prefixes.has(1, now_s=EXPECTED_FOR_S + 4.9)
+    assert not prefixes.has(2, now_s=EXPECTED_FOR_S + 4.9)
+
+
+def test_of_too_many_expected_prefixes_the_oldest_are_forgotten():
+    expected = ExpectedPrefixes(max_digests=3)
+    expected.add([1, 2, 3], now_s=0.0)
+    expected.add([1, 4], now_s=1.0)
+    assert [digest for digest in (1, 2, 3, 4) if expected.has(digest, now_s=1.0)] == [1, 3, 4]
+    expected.add([5], now_s=EXPECTED_FOR_S)
+    assert len(expected) == 3
+    expected.add([6], now_s=EXPECTED_FOR_S + 1.0)
+    assert len(expected) == 2, "those that did not come"
