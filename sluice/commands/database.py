@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -10,9 +11,15 @@ import typer
 from sluice.errors import UserError
 from sluice.home import find_home
 from sluice.run_file import read_run_file
+from state_store.postgres.pool import PoolSettings
 from state_store.postgres.store import PostgresStore
 
 Answer = TypeVar("Answer")
+_HASTY = PoolSettings()
+PATIENT = PoolSettings(
+    statement_timeout=timedelta(minutes=5), transaction_timeout=timedelta(minutes=5), call_timeout=timedelta(minutes=6)
+)
+"""For sums over months, that nobody else waits for."""
 Dsn = Annotated[str | None, typer.Option(help="Database; default: SLUICE_POSTGRES_DSN, else the local stack's.")]
 
 
@@ -27,11 +34,13 @@ def find_dsn(option: str | None) -> str:
     return str(postgres["dsn"])
 
 
-def with_store(dsn: str | None, work: Callable[[PostgresStore], Awaitable[Answer]]) -> Answer:
+def with_store(
+    dsn: str | None, work: Callable[[PostgresStore], Awaitable[Answer]], *, settings: PoolSettings = _HASTY
+) -> Answer:
     """What `work` makes of an open store, which is closed afterwards."""
 
     async def run() -> Answer:
-        store = PostgresStore(find_dsn(dsn))
+        store = PostgresStore(find_dsn(dsn), settings=settings)
         await store.open()
         try:
             return await work(store)

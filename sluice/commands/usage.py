@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from sluice.commands.access import client_settings
-from sluice.commands.database import Dsn, with_store
+from sluice.commands.database import PATIENT, Dsn, with_store
 from sluice.errors import UserError
 from sluice.home import Home, find_home
 from sluice.listing import Format, write_rows
@@ -43,7 +43,7 @@ def usage_command(
     """Sum generations and tokens. A day is that of the end, in UTC."""
     query = parse_query(tenant=tenant, since=since, until=until, group_by=group_by, now=datetime.now(UTC))
     if target is None and api_key is None:
-        rows = with_store(dsn, lambda store: store.usage(query))
+        rows = with_store(dsn, lambda store: store.usage(query), settings=PATIENT)
     elif dsn is not None:
         raise UserError("--dsn asks the database, --target and --api-key ask a gateway: give one of them")
     else:

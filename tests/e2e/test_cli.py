@@ -95,7 +95,7 @@ def test_up_serves_generate_and_status_and_leaves_nothing_behind(
             assert status.returncode == 0, status.stdout + status.stderr
             assert status.stdout.count("SERVING") == len(names) + 1
             assert "session        worker" in status.stdout
-            assert stat.S_IMODE((home / "api-key").stat().st_mode) == 0o600
+            assert {stat.S_IMODE((home / name).stat().st_mode) for name in ("api-key", "admin-key")} == {0o600}
             second = _run(home, "up", "--engine", "simulated", "--port", "0")
             assert second.returncode == 1
             assert "runs already" in second.stderr
@@ -152,6 +152,16 @@ def test_a_person_chats_makes_keys_and_interrupts_an_answer(home: Path) -> None:
             refused = _run(home, "generate", "hi", "--api-key", "wrong")
             assert refused.returncode == 1
             assert "API key" in refused.stderr
+            by_tenant = ("usage", "--group-by", "tenant,state", "--format", "csv")
+            asked = _run(home, *by_tenant, "--api-key", (home / "admin-key").read_text().strip())
+            assert asked.stdout == _run(home, *by_tenant).stdout, asked.stderr
+            assert [line.split(",")[:3] for line in asked.stdout.splitlines()[1:]] == [
+                ["local", "SUCCEEDED", "2"],
+                ["team-a", "SUCCEEDED", "1"],
+            ]
+            denied = _run(home, *by_tenant, "--api-key", key.stdout.strip())
+            assert (denied.returncode, denied.stdout) == (1, "")
+            assert denied.stderr == "error: ADMIN_KEY_REQUIRED: this call needs an admin key\n"
             with subprocess.Popen(
                 [*command, "generate", "long", "--max-tokens", "7000"],
                 env=environment,

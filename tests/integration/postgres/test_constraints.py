@@ -6,8 +6,10 @@ from psycopg import errors
 
 from state_store.model import State
 from state_store.postgres.store import PostgresStore
+from state_store.tenant_changes import LIMIT_NAMES
 from state_store.transitions import MAX_ATTEMPTS
 from tests.support.generations import finish_of, granted, opened, output, running, submitted
+from tests.support.tenants import new_key
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,24 @@ async def test_a_chunk_has_one_id_and_one_text_per_token(
     await emptied_postgres_store.finish_many([finish_of(record, output=output(2), output_tokens=2)])
     with psycopg.connect(store_admin) as connection, pytest.raises(errors.CheckViolation):
         connection.execute(f"UPDATE chunks SET {change}")
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["weight = 0", "weight = 0.0009", "weight = 1000.1", "weight = 'NaN'", "max_class = 'FIRST'", "tokens_per_day = 0"],
+)
+async def test_a_tenant_refuses(emptied_postgres_store: PostgresStore, store_admin: str, change: str) -> None:
+    await new_key(emptied_postgres_store, "tenant")
+    with psycopg.connect(store_admin) as connection, pytest.raises(errors.CheckViolation):
+        connection.execute(f"UPDATE tenants SET {change}")
+
+
+@pytest.mark.parametrize("limit", LIMIT_NAMES)
+async def test_a_key_refuses_a_limit_below_one(
+    emptied_postgres_store: PostgresStore, store_admin: str, limit: str
+) -> None:
+    await new_key(emptied_postgres_store, "tenant")
+    with psycopg.connect(store_admin) as connection:
+        connection.execute(f"UPDATE api_keys SET {limit} = 1")
+        with pytest.raises(errors.CheckViolation):
+            connection.execute(f"UPDATE api_keys SET {limit} = 0")
