@@ -51,7 +51,7 @@ async def ask_gateway(settings: ClientSettings, query: UsageQuery) -> list[Usage
     request.since_time.FromDatetime(query.since.astimezone(UTC))
     request.until_time.FromDatetime(query.until.astimezone(UTC))
     async with contextlib.AsyncExitStack() as stack:
-        channel = open_channel(settings.targets[0])
+        channel = open_channel(settings.targets[0], tls=settings.tls)
         stack.push_async_callback(channel.close, None)
         stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
         metadata = (("authorization", f"Bearer {settings.api_key}"),)

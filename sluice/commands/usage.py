@@ -9,6 +9,7 @@ import typer
 
 from sluice.commands.access import client_settings
 from sluice.commands.database import PATIENT, Dsn, with_store
+from sluice.commands.generate import CaCert
 from sluice.errors import UserError
 from sluice.home import Home, find_home
 from sluice.listing import Format, write_rows
@@ -38,17 +39,18 @@ def usage_command(
     api_key: Annotated[
         str | None, typer.Option(help="Admin key for the gateway; default: SLUICE_API_KEY, else the local stack's.")
     ] = None,
+    ca_cert: CaCert = None,
     dsn: Dsn = None,
 ) -> None:
     """Sum generations and tokens. A day is that of the end, in UTC."""
     query = parse_query(tenant=tenant, since=since, until=until, group_by=group_by, now=datetime.now(UTC))
-    if target is None and api_key is None:
+    if target is None and api_key is None and ca_cert is None:
         rows = with_store(dsn, lambda store: store.usage(query), settings=PATIENT)
     elif dsn is not None:
         raise UserError("--dsn asks the database, --target and --api-key ask a gateway: give one of them")
     else:
         home = find_home()
-        settings = client_settings(home, target=target, api_key=api_key or _admin_key(home))
+        settings = client_settings(home, target=target, api_key=api_key or _admin_key(home), ca_cert=ca_cert)
         rows = asyncio.run(ask_gateway(settings, query))
     columns = (*(dimension.value for dimension in query.group_by), *SUMS)
     write_rows(columns, [usage_fields(query, row) for row in rows], form, empty="no usage")
