@@ -20,7 +20,8 @@ Heads that fit none of the rooms given are looked past, at most `max_passed` in 
 tenant; since when each is skipped is remembered. One skipped for `skip_patience` earmarks a session that could hold it when
 empty: from then that session takes nothing else of its class or a lower one (higher classes go on) until it fits there and
 is popped for it, leaves the queue, or is popped for another session. An earmark is a lease, renewed by each pop that names
-the session. At most one per session and per entry.
+the session. At most one per session and per entry. Heads too large for every session named, even when empty, are looked
+past beside those, at most `max_oversized`: they wait for another session.
 
 Entries whose deadline has passed leave every structure in any pop, bound check or depth. Delayed ones (`ready_at`) wait
 aside, then return to their old place; they count as queued.

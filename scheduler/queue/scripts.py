@@ -38,8 +38,8 @@ def pop_arguments(
     yield max_entries
     for duration in (settings.pop_hold, settings.skip_patience, settings.earmark_lease):
         yield duration_us(duration)
-    yield from (settings.max_passed, settings.max_passed_of_tenant, settings.rebase_counters_at)
-    yield duration_us(RATE_WINDOW)
+    yield from (settings.max_passed, settings.max_passed_of_tenant, settings.max_oversized)
+    yield from (settings.rebase_counters_at, duration_us(RATE_WINDOW))
     yield from (duration_us(threshold) for threshold in settings.wait_thresholds)
     for room in rooms:
         yield room.session_id

@@ -63,6 +63,7 @@ class Selection:
         self._rooms: list[_OpenRoom] = []
         self._popped: list[Popped] = []
         self._passed: set[GenerationId] = set()
+        self._num_oversized = 0
         self._num_passed_by_tenant: Counter[str] = Counter()
         self._closed_tenants: set[str] = set()
         self._is_over = False
@@ -146,22 +147,33 @@ class Selection:
         if fitting:
             self._take(slot, max(fitting, key=lambda room: room.tokens_left(slot.rank)))  # the first of equals
             return _Verdict.TAKEN
-        if len(self._passed) >= self._settings.max_passed:
+        if slot.entry.max_tokens > max((room.room.capacity_tokens for room in self._rooms), default=0):
+            return self._try_to_pass_oversized(slot)
+        if self._num_passed_by_tenant.total() >= self._settings.max_passed:
             self._is_over = True
             return _Verdict.CLOSED
         if self._num_passed_by_tenant[slot.tenant] >= self._settings.max_passed_of_tenant:
             self._closed_tenants.add(slot.tenant)
             return _Verdict.CLOSED
+        self._num_passed_by_tenant[slot.tenant] += 1
+        self._pass(slot)
+        return _Verdict.PASSED
+
+    def _try_to_pass_oversized(self, slot: Slot) -> _Verdict:
+        """What would fit none of these sessions even when empty waits for another one, and must not block them."""
+        if self._num_oversized >= self._settings.max_oversized:
+            self._is_over = True
+            return _Verdict.CLOSED
+        self._num_oversized += 1
         self._pass(slot)
         return _Verdict.PASSED
 
     def _pass(self, slot: Slot) -> None:
         generation_id = slot.entry.generation_id
         self._passed.add(generation_id)
-        self._num_passed_by_tenant[slot.tenant] += 1
         since_us = self._queue.skipped_since_us.setdefault(generation_id, self._now_us)
-        is_patient = self._now_us - since_us < duration_us(self._settings.skip_patience)
-        if not is_patient and not self._queue.earmarks.has_entry(generation_id):
+        is_due = self._now_us - since_us >= duration_us(self._settings.skip_patience)
+        if is_due and not self._queue.earmarks.has_entry(generation_id):
             self._earmark(slot)
 
     def _earmark(self, slot: Slot) -> None:

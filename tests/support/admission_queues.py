@@ -18,7 +18,9 @@ from tests.support.delta_logs import QUEUE_DATABASE, database_url
 MODEL = ModelKey(revision="sha256:{ab}:1", precision="int8")
 OTHER_MODEL = ModelKey(revision="sha256:cd", precision="int8")
 ARRIVAL = datetime(2030, 1, 1, 12, 0, 0, 123456, tzinfo=UTC)
-SETTINGS = QueueSettings(max_requests=(3, 3, 3))
+SETTINGS = QueueSettings(
+    max_requests=(3, 3, 3), max_prompt_tokens=(100, 100, 100), max_tenant_requests=4, max_tenant_prompt_tokens=150
+)
 ENOUGH = 1_000_000
 
 

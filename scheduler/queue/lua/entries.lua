@@ -19,6 +19,7 @@ end
 
 local function begin_waiting(generation, entry)
   local lane = lane_of(entry)
+  use_lane(lane)
   call('ZADD', waiting_key(lane, entry.tenant), int(entry.order), generation)
   call('ZADD', tenants_key(lane), call('HGET', COUNTERS, entry.tenant), entry.tenant)
   call('ZADD', arrivals_key(lane), int(entry.arrival), generation)
@@ -32,10 +33,11 @@ local function end_waiting(generation, entry)
     call('ZREM', tenants_key(lane), entry.tenant)
   end
   call('ZREM', arrivals_key(lane), generation)
-  call('HDEL', SKIPPED, generation)
-  local session = call('HGET', EARMARKED, generation)
-  if session then
-    release_earmark(session)
+  if call('HDEL', SKIPPED, generation) == 1 then -- only what is skipped can have an earmark
+    local session = call('HGET', EARMARKED, generation)
+    if session then
+      release_earmark(session)
+    end
   end
 end
 

@@ -2,7 +2,7 @@
 -- each lane it waits in. An idle tenant's is in IDLE while it is above the level: below it, lifting gives the same.
 local function smallest_waiting()
   local smallest
-  for lane = 0, NUM_LANES - 1 do
+  for _, lane in ipairs(used_lanes()) do
     local counter = tonumber(call('ZRANGE', tenants_key(lane), 0, 0, 'WITHSCORES')[2])
     if counter and (not smallest or counter < smallest) then
       smallest = counter
@@ -27,7 +27,7 @@ end
 
 local function set_active_counter(tenant, counter)
   call('HSET', COUNTERS, tenant, int(counter))
-  for lane = 0, NUM_LANES - 1 do
+  for _, lane in ipairs(used_lanes()) do
     call('ZADD', tenants_key(lane), 'XX', int(counter), tenant)
   end
 end
@@ -53,7 +53,7 @@ end
 
 -- Before the tenant's next entry waits: one that comes back from idleness brings no credit.
 local function lift(tenant)
-  for lane = 0, NUM_LANES - 1 do
+  for _, lane in ipairs(used_lanes()) do
     if call('ZSCORE', tenants_key(lane), tenant) then
       return
     end
@@ -70,29 +70,21 @@ local function add_to_active(tenant, cost)
   end
 end
 
--- A pop: charges it and moves the floor.
-local function serve(tenant, cost)
-  call('HSET', META, 'floor', int(active_counter(tenant)))
-  add_to_active(tenant, cost)
-end
-
 -- Output of a tenant that may have no entry.
 local function charge(tenant, cost)
-  if call('HEXISTS', COUNTERS, tenant) == 1 then
-    add_to_active(tenant, cost)
+  local counter = tonumber(call('HGET', COUNTERS, tenant) or '')
+  if counter then
+    set_active_counter(tenant, counter + cost)
   elseif cost > 0 then
     call('ZADD', IDLE, int(tonumber(call('ZSCORE', IDLE, tenant) or level()) + cost), tenant)
   end
 end
 
--- Forgets what lifting gives back as well.
-local function prune()
-  call('ZREMRANGEBYSCORE', IDLE, '-inf', int(level()))
-end
-
--- Subtracts the smallest from all where it reaches `limit`; order and differences stay.
-local function rebase(limit)
+-- Forgets what lifting gives back as well. Where the smallest reaches `limit` it is subtracted from all: order and
+-- differences stay.
+local function prune_and_rebase(limit)
   local base = level()
+  call('ZREMRANGEBYSCORE', IDLE, '-inf', int(base))
   if base < limit then
     return
   end

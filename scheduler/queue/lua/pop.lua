@@ -1,7 +1,7 @@
 -- Which entries a pop takes, as in selection.py.
--- ARGV: now, id of this pop, most entries, hold, patience, earmark lease, most heads to look past, most of one tenant, limit
--- of counters, rate window, the classes' wait thresholds, then per session: id, most entries and most tokens of each class,
--- capacity, most charged entries. Durations in µs.
+-- ARGV: now, id of this pop, most entries, hold, patience, earmark lease, most heads to look past, most of one tenant, most
+-- beside them that are too large for all sessions, limit of counters, rate window, the classes' wait thresholds, then per
+-- session: id, most entries and most tokens of each class, capacity, most charged entries. Durations in µs.
 -- Answers a list of generation, packed entry, pop id, session, ... and one of the sessions that are kept for an entry, with
 -- the rank of its class.
 if not is_ready() then
@@ -10,12 +10,15 @@ end
 local TURN = 8
 local now, pop_id, max_entries = now_us(ARGV[1]), ARGV[2], tonumber(ARGV[3])
 local held_until, patience, earmarked_until = now + tonumber(ARGV[4]), tonumber(ARGV[5]), now + tonumber(ARGV[6])
-local max_passed, max_passed_of_tenant, counter_limit = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-local window = tonumber(ARGV[10])
-local FIRST_THRESHOLD, FIRST_ROOM, ROOM_SIZE = 11, 14, 9
+local max_passed, max_passed_of_tenant, max_oversized = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local counter_limit, window = tonumber(ARGV[10]), tonumber(ARGV[11])
+local FIRST_THRESHOLD, FIRST_ROOM, ROOM_SIZE = 12, 15, 9
 local turn = tonumber(call('HGET', META, 'turn') or '0')
 local answers, num_popped, rooms = {}, 0, {}
-local passed, num_passed, num_passed_by_tenant, closed_tenants, is_over = {}, 0, {}, {}, false
+local new_floor -- what the tenant served last had before
+local passed, num_seen, num_passed, num_oversized = {}, 0, 0, 0
+local num_passed_by_tenant, closed_tenants, is_over = {}, {}, false
+local largest_capacity = 0
 
 local function open_room(first)
   local room = {
@@ -26,6 +29,7 @@ local function open_room(first)
     room.max_entries[rank] = tonumber(ARGV[first + 1 + rank])
     room.max_tokens[rank] = tonumber(ARGV[first + 4 + rank])
   end
+  largest_capacity = math.max(largest_capacity, room.capacity)
   local generation = call('HGET', EARMARKS, room.session)
   if generation then
     set_earmark(room.session, generation, earmarked_until)
@@ -82,7 +86,8 @@ local function take(generation, entry, packed, room)
   call('ZADD', IN_FLIGHT, int(held_until), generation)
   call('HSET', POPS, generation, id)
   bump(TENANT_IN_FLIGHT, entry.tenant, 1)
-  serve(entry.tenant, entry.cost)
+  new_floor = active_counter(entry.tenant)
+  add_to_active(entry.tenant, entry.cost)
   room.num_popped, room.tokens_popped = room.num_popped + 1, room.tokens_popped + entry.max_tokens
   room.num_charged = room.num_charged + entry.charged
   num_popped, turn = num_popped + 1, (turn + 1) % TURN
@@ -93,8 +98,7 @@ end
 
 -- Looks past a head; one that has been for long keeps a session that could hold it when empty and is kept for nothing yet.
 local function pass(generation, entry)
-  passed[generation], num_passed = true, num_passed + 1
-  num_passed_by_tenant[entry.tenant] = (num_passed_by_tenant[entry.tenant] or 0) + 1
+  passed[generation], num_seen = true, num_seen + 1
   call('HSETNX', SKIPPED, generation, int(now))
   local since = tonumber(call('HGET', SKIPPED, generation))
   if now - since < patience or call('HEXISTS', EARMARKED, generation) == 1 then
@@ -118,6 +122,15 @@ local function try(generation)
   if room then
     take(generation, entry, packed, room)
     return 'TAKEN'
+  elseif entry.max_tokens > largest_capacity then
+    -- What would fit none of these sessions even when empty waits for another one, and must not block them.
+    if num_oversized >= max_oversized then
+      is_over = true
+      return 'CLOSED'
+    end
+    num_oversized = num_oversized + 1
+    pass(generation, entry)
+    return 'PASSED'
   elseif num_passed >= max_passed then
     is_over = true
     return 'CLOSED'
@@ -125,13 +138,14 @@ local function try(generation)
     closed_tenants[entry.tenant] = true
     return 'CLOSED'
   end
+  num_passed, num_passed_by_tenant[entry.tenant] = num_passed + 1, (num_passed_by_tenant[entry.tenant] or 0) + 1
   pass(generation, entry)
   return 'PASSED'
 end
 
 -- The first of a sorted set that was not passed, and its score.
 local function first_not_passed(key)
-  local members = call('ZRANGE', key, 0, num_passed, 'WITHSCORES')
+  local members = call('ZRANGE', key, 0, num_seen, 'WITHSCORES')
   for i = 1, #members, 2 do
     if not passed[members[i]] then
       return members[i], tonumber(members[i + 1])
@@ -238,8 +252,8 @@ local function pick()
   return false
 end
 
--- Entries popped in this window of time and in the one before.
-local function count_pops()
+-- Entries popped in this window of time and in the one before, and the floor.
+local function note_pops()
   local known = call('HMGET', META, 'window', 'popped', 'popped_before')
   local current, number = tonumber(known[1] or '0'), math.floor(now / window)
   local popped, before = tonumber(known[2] or '0'), tonumber(known[3] or '0')
@@ -247,7 +261,7 @@ local function count_pops()
     popped, before = 0, number == current + 1 and popped or 0
   end
   call('HSET', META, 'turn', turn, 'window', int(number), 'popped', int(popped + num_popped),
-    'popped_before', int(before))
+    'popped_before', int(before), 'floor', int(new_floor))
 end
 
 expire(now)
@@ -259,10 +273,9 @@ end
 while num_popped < max_entries and pick() do
 end
 if num_popped > 0 then
-  count_pops()
+  note_pops()
 end
-prune()
-rebase(counter_limit)
+prune_and_rebase(counter_limit)
 
 local kept = {}
 for _, room in ipairs(rooms) do

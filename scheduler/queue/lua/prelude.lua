@@ -70,6 +70,29 @@ local function tenants_key(lane) -- sorted set: waiting tenant by counter
   return TAG .. ':tenants:' .. lane
 end
 
+-- Lanes where somebody waits, looked up once in a script; one that falls empty stays in the list.
+local lanes_in_use
+local function used_lanes()
+  if not lanes_in_use then
+    lanes_in_use = {}
+    for lane = 0, NUM_LANES - 1 do
+      if call('EXISTS', tenants_key(lane)) == 1 then
+        lanes_in_use[#lanes_in_use + 1] = lane
+      end
+    end
+  end
+  return lanes_in_use
+end
+
+local function use_lane(lane)
+  for _, used in ipairs(used_lanes()) do
+    if used == lane then
+      return
+    end
+  end
+  lanes_in_use[#lanes_in_use + 1] = lane
+end
+
 local function arrivals_key(lane) -- sorted set: waiting generation by arrival
   return TAG .. ':arrivals:' .. lane
 end
