@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from inference.v1 import admin_pb2, admin_pb2_grpc
+from service_kit.errors import UnavailableError
 from service_kit.grpc_client import open_channel
 from service_kit.rpc_status import parse_rpc_error, to_error
 from sluice.client import ClientSettings
@@ -43,22 +44,29 @@ def usage_fields(query: UsageQuery, row: UsageRow) -> dict[str, Value]:
 
 
 async def ask_gateway(settings: ClientSettings, query: UsageQuery) -> list[UsageRow]:
-    """Raises SluiceError."""
+    """The first of the gateways that answers. Raises SluiceError."""
     request = admin_pb2.GetUsageRequest(
         tenant_id=query.tenant_id or "",
         group_by=[admin_pb2.UsageDimension.Value(f"USAGE_DIMENSION_{it.name}") for it in query.group_by],
     )
     request.since_time.FromDatetime(query.since.astimezone(UTC))
     request.until_time.FromDatetime(query.until.astimezone(UTC))
-    async with contextlib.AsyncExitStack() as stack:
-        channel = open_channel(settings.targets[0], tls=settings.tls)
-        stack.push_async_callback(channel.close, None)
-        stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-        metadata = (("authorization", f"Bearer {settings.api_key}"),)
-        try:
-            answer = await stub.GetUsage(request, metadata=metadata, timeout=_CALL_TIMEOUT_S)
-        except grpc.RpcError as error:
-            raise to_error(parse_rpc_error(error)) from None
+    for target in settings.targets[:-1]:
+        with contextlib.suppress(UnavailableError):  # the next one may be there
+            return await _ask(target, settings, request)
+    return await _ask(settings.targets[-1], settings, request)
+
+
+async def _ask(target: str, settings: ClientSettings, request: admin_pb2.GetUsageRequest) -> list[UsageRow]:
+    channel = open_channel(target, tls=settings.tls)
+    stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+    metadata = (("authorization", f"Bearer {settings.api_key}"),)
+    try:
+        answer = await stub.GetUsage(request, metadata=metadata, timeout=_CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        raise to_error(parse_rpc_error(error)) from None
+    finally:
+        await channel.close(None)
     return [
         UsageRow(
             group=tuple(row.group),

@@ -47,7 +47,7 @@ LIST_KEYS = _filled(_LIST_KEYS.replace(":only", ""))
 LIST_KEYS_OF_TENANT = _filled(_LIST_KEYS.replace(":only", "k.tenant_id = %(tenant_id)s AND"))
 _LOCK_KEY = _filled("""
 SELECT :key, :now AS now FROM api_keys k JOIN tenants t ON t.tenant_id = k.tenant_id
-WHERE k.key_id = %(key_id)s FOR UPDATE OF k
+WHERE k.key_id = %(key_id)s FOR NO KEY UPDATE OF k
 """)
 _TENANT_OF_NEW_KEY = with_tenant("""
 SELECT :tenant, now() AS now FROM tenants t WHERE t.tenant_id = %(tenant_id)s FOR KEY SHARE

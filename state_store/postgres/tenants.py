@@ -42,7 +42,7 @@ WHERE target = %(target)s AND (%(before)s::bigint IS NULL OR audit_id < %(before
 ORDER BY audit_id DESC LIMIT %(limit)s
 """
 _LOCK_TENANT = with_tenant(
-    "SELECT :tenant, coalesce(%(now)s::timestamptz, now()) AS now FROM tenants t WHERE t.tenant_id = %(tenant_id)s FOR UPDATE"
+    "SELECT :tenant, coalesce(%(now)s::timestamptz, now()) AS now FROM tenants t WHERE t.tenant_id = %(tenant_id)s FOR NO KEY UPDATE"
 )
 _CREATE_TENANT = """
 INSERT INTO tenants (tenant_id, name, weight, max_class, allowed_models, requests_per_minute, tokens_per_minute,

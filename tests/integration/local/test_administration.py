@@ -278,7 +278,7 @@ async def test_usage_asked_of_a_gateway_prints_what_the_database_prints(
         store: MemoryStore = rig.scheduler.store
         await use(store)
         admin = await new_key(store, "admin", is_admin=True)
-        over_rpc = ("--target", rig.config.listen, "--api-key", admin)
+        over_rpc = ("--target", f"127.0.0.1:1,{rig.config.listen}", "--api-key", admin)
         for options in (["--group-by", "day,key"], ["--tenant", "u2", "--format", "csv"], ["--format", "json"]):
             asked = await asyncio.to_thread(invoke, "usage", *options, *over_rpc)
             read = await asyncio.to_thread(invoke, "usage", *options, "--dsn", dsn)
