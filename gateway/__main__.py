@@ -19,7 +19,7 @@ from service_kit.tls import ServerTls
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.postgres.store import PostgresStore
-from state_store.quota.port import PermissiveQuota
+from state_store.quota.redis_quota import RedisQuota
 from state_store.redis_checks import UnsafeRedisError, wait_for_safe_redis
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -73,7 +73,7 @@ async def serve(config: GatewayConfig) -> None:
             sessions=store,
             keys=store,
             log=RedisDeltaLog(redis),
-            quota=PermissiveQuota(),
+            quota=RedisQuota(redis),
             check_stores=partial(wait_for_safe_redis, redis, allow_unsafe=config.allows_unsafe_redis),
         )
         await app.run(stop)

@@ -1,5 +1,6 @@
 """Everything between an authenticated call and a committed generation, cheapest refusals first."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -8,6 +9,7 @@ from opentelemetry import trace
 from gateway.model_registry import ModelRegistry
 from gateway.prompt import PromptEncoder
 from gateway.queue_full import FullQueues, QueueName
+from gateway.quota import CallQuota, Metadata
 from gateway.request_hash import request_hash
 from gateway.sampling_validation import parse_sampling
 from gateway.submit import Committed, Submission, Submitter
@@ -17,6 +19,8 @@ from service_kit.delta import Cursor
 from service_kit.errors import InvalidArgumentError, UnavailableError
 from service_kit.ids import GenerationId, RequestId, new_generation_id
 from service_kit.telemetry import current_traceparent
+from state_store.ports import GenerationStore
+from state_store.quota.port import QuotaPort
 from state_store.tenants import ApiKey
 
 
@@ -26,6 +30,8 @@ class NewRequest:
 
     generation_id: GenerationId
     request_id: RequestId
+    is_named: bool = True
+    """Whether the client named the request id: only such a call may attach."""
 
 
 class Admission:
@@ -38,11 +44,15 @@ class Admission:
         encoder: PromptEncoder,
         submitter: Submitter,
         full_queues: FullQueues,
+        quota: QuotaPort,
+        store: GenerationStore,
     ) -> None:
         self._registry = registry
         self._encoder = encoder
         self._submitter = submitter
         self._full_queues = full_queues
+        self._quota = quota
+        self._store = store
 
     def mint(self, request_id: str, *, cursor: Cursor) -> NewRequest:
         """Ids for a call. Raises InvalidArgumentError."""
@@ -50,7 +60,23 @@ class Admission:
         if parsed is None and cursor.sequence_number > 0:
             raise InvalidArgumentError("request_id", "must be set when a cursor is given")
         generation_id = new_generation_id()
-        return NewRequest(generation_id=generation_id, request_id=parsed or RequestId(generation_id))
+        return NewRequest(
+            generation_id=generation_id,
+            request_id=parsed or RequestId(generation_id),
+            is_named=parsed is not None,
+        )
+
+    async def look(self, new: NewRequest, key: ApiKey, tell: Callable[[Metadata], None]) -> CallQuota:
+        """The call's quota, once it has a place for the call, or the call attaches. Raises as `CallQuota.look` does."""
+        quota = CallQuota(
+            quota=self._quota,
+            store=self._store,
+            key=key,
+            request_id=new.request_id if new.is_named else None,
+            tell=tell,
+        )
+        await quota.look()
+        return quota
 
     async def admit(
         self,
@@ -59,6 +85,7 @@ class Admission:
         delivery: types_pb2.Delivery,
         *,
         key: ApiKey,
+        quota: CallQuota,
         default_grace: timedelta | None,
         span: trace.Span,
     ) -> Committed:
@@ -74,7 +101,7 @@ class Admission:
         priority_class = parse_priority_class(spec.priority_class, key.tenant)
         times = parse_delivery(delivery, default_grace=default_grace)
         queue = QueueName(revision=model.manifest.revision, priority_class=priority_class)
-        await self._refuse_full(queue, new, key)
+        await self._refuse_full(queue, quota)
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
             prompt_token_ids = await self._encoder.encode_spec(spec, model)
             sampling = draft.complete(
@@ -94,16 +121,16 @@ class Admission:
                 traceparent=current_traceparent(),
             )
             try:
-                return await self._submitter.submit(submission)
+                return await self._submitter.submit(submission, quota)
             except UnavailableError as error:
                 self._full_queues.note(queue, error)
                 raise
 
-    async def _refuse_full(self, queue: QueueName, new: NewRequest, key: ApiKey) -> None:
+    async def _refuse_full(self, queue: QueueName, quota: CallQuota) -> None:
         """A known request id attaches, full queue or not; only such a caller costs a look into the store."""
         if not self._full_queues.is_full(queue):
             return
         refusal = self._full_queues.refusal(queue)
-        if await self._submitter.is_known(key.tenant.tenant_id, new.request_id):
+        if await quota.is_known():
             return
         raise refusal

@@ -69,9 +69,7 @@ class GatewayApp:
         self.hub = StreamHub(gateway_id=gateway_id, log=log, store=generations, limits=config.streams, clock=clock)
         self._scheduler = SchedulerClient(config.schedulers, access=config.access)
         encoder = PromptEncoder(self._pool, max_prompt_bytes=config.tokenization.max_prompt_bytes)
-        submitter = Submitter(
-            scheduler=self._scheduler, quota=quota, store=generations, crash_points=CrashPoints(config.crash_file)
-        )
+        submitter = Submitter(scheduler=self._scheduler, crash_points=CrashPoints(config.crash_file))
         authenticator = Authenticator(keys, now=now, clock=clock)
         admin = AdminServicer(authenticator, keys, now=now)
         servicer = InferenceServicer(
@@ -84,6 +82,8 @@ class GatewayApp:
                     encoder=encoder,
                     submitter=submitter,
                     full_queues=FullQueues(now=now),
+                    quota=quota,
+                    store=generations,
                 ),
                 hub=self.hub,
                 scheduler=self._scheduler,

@@ -22,6 +22,7 @@ from gateway.codec import (
 from gateway.model_registry import ModelRegistry
 from gateway.page_token import decode_page_token, encode_page_token
 from gateway.prompt import PromptEncoder
+from gateway.quota import Metadata
 from gateway.records import RecordReader
 from gateway.scheduler_client import SchedulerClient
 from gateway.streaming.hub import StreamHub
@@ -74,10 +75,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         key = await self._authenticate(context)
         cursor = parse_cursor(request.cursor)
         new = self._parts.admission.mint(request.request_id, cursor=cursor)
+        quota = await self._parts.admission.look(new, key, context.set_trailing_metadata)
         with self._parts.hub.hold(), _span("gateway.generate", new) as span:
-            await _send_ids(context, new.generation_id, new.request_id)
+            await _send_ids(context, new.generation_id, new.request_id, quota.metadata)
             committed = await self._parts.admission.admit(
-                new, request.spec, request.delivery, key=key, default_grace=GRACE_AFTER_GENERATE, span=span
+                new,
+                request.spec,
+                request.delivery,
+                key=key,
+                quota=quota,
+                default_grace=GRACE_AFTER_GENERATE,
+                span=span,
             )
             span.set_attribute("generation_id", committed.generation_id)
             yield inference_pb2.GenerateResponse(accepted=_accepted(committed, new.request_id))
@@ -95,10 +103,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.CreateGenerationResponse:
         key = await self._authenticate(context)
         new = self._parts.admission.mint(request.request_id, cursor=Cursor())
+        quota = await self._parts.admission.look(new, key, context.set_trailing_metadata)
         with self._parts.hub.hold(), _span("gateway.create", new) as span:
-            await _send_ids(context, new.generation_id, new.request_id)
+            await _send_ids(context, new.generation_id, new.request_id, quota.metadata)
             committed = await self._parts.admission.admit(
-                new, request.spec, request.delivery, key=key, default_grace=None, span=span
+                new, request.spec, request.delivery, key=key, quota=quota, default_grace=None, span=span
             )
         return inference_pb2.CreateGenerationResponse(accepted=_accepted(committed, new.request_id))
 
@@ -214,9 +223,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.TokenizeResponse(token_ids=token_ids, context_length=model.manifest.context_length)
 
 
-async def _send_ids(context: Any, generation_id: str, request_id: str) -> None:
+async def _send_ids(context: Any, generation_id: str, request_id: str, more: Metadata = ()) -> None:
     """At once, before slow work: a client that hears nothing more can still ask."""
-    await context.send_initial_metadata((("x-generation-id", generation_id), ("x-request-id", request_id)))
+    await context.send_initial_metadata((("x-generation-id", generation_id), ("x-request-id", request_id), *more))
 
 
 @contextmanager

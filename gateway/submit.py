@@ -5,23 +5,20 @@ from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
 
+from gateway.quota import CallQuota
 from gateway.scheduler_client import SchedulerClient
 from gateway.validation import DeliveryTimes
 from inference.internal.v1 import scheduler_pb2
 from service_kit.crash_point import CrashPoints
-from service_kit.errors import QuotaExceededError, SluiceError, UnavailableError
-from service_kit.ids import GenerationId, RequestId, TenantId
-from service_kit.logging import get_logger
+from service_kit.errors import SluiceError
+from service_kit.ids import GenerationId, RequestId
 from service_kit.model_manifest import ModelManifest
 from service_kit.sampling import SamplingParams
 from service_kit.sampling_codec import encode_sampling
 from service_kit.telemetry import tracer
 from state_store.model import PriorityClass, State
-from state_store.ports import GenerationStore
-from state_store.quota.port import QuotaCharge, QuotaPort, QuotaSubject
+from state_store.quota.port import QuotaCharge
 from state_store.tenants import ApiKey
-
-_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,63 +55,37 @@ class Submitter:
         self,
         *,
         scheduler: SchedulerClient,
-        quota: QuotaPort,
-        store: GenerationStore,
         crash_points: CrashPoints | None = None,
     ) -> None:
         self._crash_points = crash_points or CrashPoints()
         self._scheduler = scheduler
-        self._quota = quota
-        self._store = store
 
-    async def submit(self, submission: Submission) -> Committed:
+    async def submit(self, submission: Submission, quota: CallQuota) -> Committed:
         """Commits the generation, or finds the one that has its request id.
 
-        Raises AlreadyExistsError, QuotaExceededError, UnavailableError; after the last one it is not known whether the
-        generation exists, and repeating the call with the same request id is safe.
+        Raises AlreadyExistsError, QuotaExceededError, UnavailableError, and what `CallQuota.reserve` raises; after
+        UnavailableError it is not known whether the generation exists, and repeating the call with the same request id is
+        safe.
         """
         charge = _charge_of(submission)
         with tracer().start_as_current_span("gateway.submit"):
-            await self._reserve(submission, charge)
+            is_reserved = await quota.reserve(charge)
             self._crash_points.hit("quota.reserved")
             try:
                 response = await self._scheduler.submit(encode_submit(submission))
             except SluiceError:
                 # After UNAVAILABLE it is perhaps committed and bound: releasing only touches what is not bound.
-                await self._release(charge)
+                if is_reserved:
+                    await quota.release(charge)
                 raise
-        if not response.created:
-            await self._release(charge)
+        if is_reserved and not response.created:
+            await quota.release(charge)
         return Committed(
             generation_id=GenerationId(response.generation_id),
             created=response.created,
             state=State(response.state),
             prompt_tokens=response.prompt_tokens,
         )
-
-    async def _reserve(self, submission: Submission, charge: QuotaCharge) -> None:
-        subject = QuotaSubject(
-            tenant_id=charge.tenant_id,
-            key_id=charge.key_id,
-            tenant_limits=submission.key.tenant.limits,
-            key_limits=submission.key.limits,
-        )
-        try:
-            await self._quota.reserve(charge, subject)
-        except QuotaExceededError:
-            # Attaching is never charged: a tenant at its limit still comes back to its own stream.
-            if not await self.is_known(charge.tenant_id, submission.request_id):
-                raise
-
-    async def is_known(self, tenant_id: TenantId, request_id: RequestId) -> bool:
-        """Whether the call will attach."""
-        return await self._store.find_by_request_id(tenant_id, request_id) is not None
-
-    async def _release(self, charge: QuotaCharge) -> None:
-        try:
-            await self._quota.release_many([charge])
-        except UnavailableError as error:
-            _log.warning("quota_release_left_to_lease", generation_id=charge.generation_id, error=str(error))
 
 
 def _charge_of(submission: Submission) -> QuotaCharge:

@@ -250,8 +250,11 @@ async def _fail(error: BaseException, context: Any, method: str) -> NoReturn:
         _log.error("rpc_failed", method=method, request_id=request_id, reason=known.reason, exc_info=error)
     elif isinstance(error, asyncio.CancelledError):
         _log.warning("rpc_handler_cancelled_inside", method=method, request_id=request_id)
-    await context.abort_with_status(to_grpc_status(known, request_id=request_id))
-    raise AssertionError("abort_with_status raises")
+    status = to_grpc_status(known, request_id=request_id)
+    # What the handler has set travels with the status, which else would take its place.
+    told = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
+    await context.abort(status.code, status.details, told)
+    raise AssertionError("abort raises")
 
 
 def _classify(error: BaseException) -> SluiceError | None:

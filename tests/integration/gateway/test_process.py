@@ -21,8 +21,10 @@ from service_kit.grpc_client import open_channel
 from service_kit.rpc_status import parse_rpc_error
 from sluice.local.postgres import LocalPostgres
 from sluice.local.valkey import LocalValkey
+from state_store.delta_log.connection import connect_redis
 from state_store.postgres.migrate import upgrade
 from state_store.postgres.store import PostgresStore
+from state_store.quota.redis_quota import RedisQuota
 from tests.support.gateway import bearer
 from tests.support.tenants import add_tenant, store_key
 from tests.support.tiny_models import make_simulated_model
@@ -77,6 +79,15 @@ async def make_key(dsn: str) -> str:
     return text
 
 
+async def make_quotas_ready(url: str) -> None:
+    """As a scheduler does."""
+    redis = connect_redis(url)
+    quota = RedisQuota(redis)
+    if await quota.begin_rebuild():
+        await quota.mark_ready()
+    await redis.aclose()
+
+
 async def test_a_process_waits_for_its_schema_serves_and_ends_on_sigterm(
     postgres_server: LocalPostgres, valkey_server: LocalValkey, tmp_path: Path
 ) -> None:
@@ -100,6 +111,7 @@ async def test_a_process_waits_for_its_schema_serves_and_ends_on_sigterm(
         await wait_for_health(health, SERVING)
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
         auth = bearer(await make_key(dsn))
+        await make_quotas_ready(valkey_server.url)
         models = await stub.ListModels(inference_pb2.ListModelsRequest(), metadata=auth, timeout=20)
         assert [model.model for model in models.models] == ["simulated"]
         request = inference_pb2.GenerateRequest(spec=types_pb2.GenerationSpec(model="simulated", prompt="hi"))

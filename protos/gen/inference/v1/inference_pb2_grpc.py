@@ -32,6 +32,15 @@ class InferenceServiceStub:
     Every call carries the API key in the metadata entry `authorization: Bearer <key>`. Errors carry a google.rpc.ErrorInfo
     with a constant reason; retryable ones a google.rpc.RetryInfo; bad fields a google.rpc.BadRequest. Generate,
     CreateGeneration and StreamGeneration send `x-generation-id` and `x-request-id` in their initial metadata at once.
+
+    Generate and CreateGeneration tell the limits of the caller: `x-ratelimit-limit-<kind>`, `x-ratelimit-remaining-<kind>` and
+    `x-ratelimit-reset-<kind>` (seconds until all of it is free again if nothing more is used; 0 for concurrent), where kind is
+    requests-per-minute, tokens-per-minute, concurrent, tokens-per-day or tokens-per-month. Each is that of the tenant or of the
+    key, whichever has less left; a kind without a limit is left out. The initial metadata has them as of the beginning of the
+    call, the trailing metadata as of the reservation, or of the refusal. A live generation counts with its prompt and its
+    max_output_tokens, an ended one with what it used. A refusal is RESOURCE_EXHAUSTED with a google.rpc.QuotaFailure, whose
+    subject is tenant:<id>:<limit> or key:<id>:<limit>, and a google.rpc.RetryInfo that says when the request can fit. A known
+    request_id is attached to whatever the limits say, and never charged.
     """
 
     def __init__(self, channel):
@@ -89,6 +98,15 @@ class InferenceServiceServicer:
     Every call carries the API key in the metadata entry `authorization: Bearer <key>`. Errors carry a google.rpc.ErrorInfo
     with a constant reason; retryable ones a google.rpc.RetryInfo; bad fields a google.rpc.BadRequest. Generate,
     CreateGeneration and StreamGeneration send `x-generation-id` and `x-request-id` in their initial metadata at once.
+
+    Generate and CreateGeneration tell the limits of the caller: `x-ratelimit-limit-<kind>`, `x-ratelimit-remaining-<kind>` and
+    `x-ratelimit-reset-<kind>` (seconds until all of it is free again if nothing more is used; 0 for concurrent), where kind is
+    requests-per-minute, tokens-per-minute, concurrent, tokens-per-day or tokens-per-month. Each is that of the tenant or of the
+    key, whichever has less left; a kind without a limit is left out. The initial metadata has them as of the beginning of the
+    call, the trailing metadata as of the reservation, or of the refusal. A live generation counts with its prompt and its
+    max_output_tokens, an ended one with what it used. A refusal is RESOURCE_EXHAUSTED with a google.rpc.QuotaFailure, whose
+    subject is tenant:<id>:<limit> or key:<id>:<limit>, and a google.rpc.RetryInfo that says when the request can fit. A known
+    request_id is attached to whatever the limits say, and never charged.
     """
 
     def Generate(self, request, context):
@@ -205,6 +223,15 @@ class InferenceService:
     Every call carries the API key in the metadata entry `authorization: Bearer <key>`. Errors carry a google.rpc.ErrorInfo
     with a constant reason; retryable ones a google.rpc.RetryInfo; bad fields a google.rpc.BadRequest. Generate,
     CreateGeneration and StreamGeneration send `x-generation-id` and `x-request-id` in their initial metadata at once.
+
+    Generate and CreateGeneration tell the limits of the caller: `x-ratelimit-limit-<kind>`, `x-ratelimit-remaining-<kind>` and
+    `x-ratelimit-reset-<kind>` (seconds until all of it is free again if nothing more is used; 0 for concurrent), where kind is
+    requests-per-minute, tokens-per-minute, concurrent, tokens-per-day or tokens-per-month. Each is that of the tenant or of the
+    key, whichever has less left; a kind without a limit is left out. The initial metadata has them as of the beginning of the
+    call, the trailing metadata as of the reservation, or of the refusal. A live generation counts with its prompt and its
+    max_output_tokens, an ended one with what it used. A refusal is RESOURCE_EXHAUSTED with a google.rpc.QuotaFailure, whose
+    subject is tenant:<id>:<limit> or key:<id>:<limit>, and a google.rpc.RetryInfo that says when the request can fit. A known
+    request_id is attached to whatever the limits say, and never charged.
     """
 
     @staticmethod
