@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from bench.fairness.load import Tenant, gateway_stubs
+from bench.fairness.load import Ask, Tenant, gateway_stubs
 from bench.fairness.machine import CpuMeter
 from bench.figures import Figure
 from service_kit.api_key import mint_api_key
@@ -20,10 +20,12 @@ from state_store.postgres.store import PostgresStore
 from state_store.quota.port import QuotaSubject
 from state_store.tenant_store import NewKey, NewTenant, TenantStore
 from state_store.tenants import UNLIMITED, QuotaLimits
-from tests.support.stack import RunningStack, running_stack
+from tests.support.stack import RunningStack, eventually, running_stack
 
 STEP_S = 0.02
 _ACTOR = "operator:bench"
+_PROBE = "probe"
+"""A tenant whose requests only show that the stack is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,19 @@ class Arena:
         pids = [child.pid for child in local.services.values()]
         return [pid for pid in (*pids, local.postgres.pid, local.valkey.pid) if pid is not None]
 
+    async def until_taking(self) -> None:
+        """Every gateway takes requests again, and they are answered."""
+        probe = self.tenants[_PROBE]
+        ask = Ask(prompt="probe", output_tokens=1)
+
+        async def all_take() -> bool:
+            calls = await asyncio.gather(
+                *(probe.generate(ask, gateway=number, timeout_s=10) for number in range(len(probe.stubs)))
+            )
+            return all(call.is_whole for call in calls)
+
+        await eventually(all_take, what="every gateway takes requests")
+
     async def rows(self, query: str, *parameters: Any) -> list[dict[str, Any]]:
         """Of the durable record."""
 
@@ -118,11 +133,13 @@ def run(setting: Setting, measure: Measure, plan: Plan) -> Sequence[Figure]:
 
 
 async def _measure(stack: RunningStack, setting: Setting, measure: Measure, plan: Plan) -> Sequence[Figure]:
-    keys = await _create_tenants(stack.local.dsn, setting.tenants)
+    keys = await _create_tenants(stack.local.dsn, [TenantPlan(name=_PROBE), *setting.tenants])
     async with gateway_stubs(stack.local.gateways) as stubs:
         tenants = {name: Tenant(name, key.text, stubs) for name, key in keys.items()}
         subjects = {name: key.subject for name, key in keys.items()}
-        return await measure(Arena(stack, tenants, subjects, plan))
+        arena = Arena(stack, tenants, subjects, plan)
+        await arena.until_taking()
+        return await measure(arena)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ async def _gateway_killed(arena: Arena, standings: Standings) -> Sequence[Figure
         stack.pause(scheduler)
         ask = Ask(prompt="lost", output_tokens=_OUTPUT_TOKENS)
         lost = [asyncio.create_task(tenant.generate(ask, gateway=_LOST_GATEWAY)) for _ in range(_UNBOUND)]
-        await standings.until_used("crashed", QuotaKind.MAX_CONCURRENT, _RUNNING + _UNBOUND, within_s=2)
+        await standings.until_used("crashed", QuotaKind.MAX_CONCURRENT, _RUNNING + _UNBOUND, within_s=4)
         stack.kill(gateway)
         stack.kill(scheduler)
         killed_s = time.monotonic()

@@ -25,7 +25,7 @@ def overload(plan: Plan) -> Sequence[Figure]:
 
 
 async def _overload(arena: Arena) -> Sequence[Figure]:
-    tenants = list(arena.tenants.values())
+    tenants = [arena.tenants["first"], arena.tenants["second"]]
     make = asks(prompt_tokens=16, output_tokens=_OUTPUT_TOKENS)
     quiet_since_s = time.monotonic()
     await send_at_random(tenants[0], make, arena.rng, per_s=2, for_s=arena.plan.seconds(15))
