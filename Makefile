@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-recovery bench-fairness chaos chaos-mutation clean
+.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-recovery bench-fairness bench-retention chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -50,6 +50,10 @@ bench-core: $(READY) ## how the engine's core behaves on the small real model, e
 bench-recovery: TRIALS = 30
 bench-recovery: $(READY) ## how long streams pause when a process dies or hangs, each figure with its limit: TRIALS=30
 	$(BIN)/python -m bench.recovery --trials $(TRIALS) --seed $(SEED)
+
+ROWS ?= 5000000
+bench-retention: $(READY) ## what many rows cost: plans of the hot statements, the purge of a day, each with its limit: ROWS=5000000
+	$(BIN)/python -m bench.retention --rows $(ROWS)
 
 bench-fairness: $(READY) ## how fairly and safely tenants share, each figure with its limit: SEED=1, ONLY="weights light"
 	$(BIN)/python -m bench.fairness --seed $(SEED) $(if $(ONLY),--only $(ONLY))

@@ -1,7 +1,8 @@
 """The hot statements on generations: hand-written, one per batch, arrays in through `unnest`.
 
 Locks are taken in one order everywhere, so that batches do not deadlock: sessions, then generations, then request keys,
-each by id. `:now` is `coalesce(%(now)s, now())`, the database's clock unless a test replaces it.
+each by id. Ids that come in by a join are named once more by ANY(...): only that lets the planner leave out the other days, whose many
+indexes it would look at for milliseconds. `:now` is `coalesce(%(now)s, now())`, the database's clock unless a test replaces it.
 """
 
 from state_store.transitions import MAX_ATTEMPTS, MAX_CHARGED_ATTEMPTS
@@ -46,7 +47,10 @@ WITH item AS (
 ), claimed AS (
     INSERT INTO request_keys AS k (tenant_id, request_id, generation_id, request_hash)
     SELECT tenant_id, request_id, generation_id, request_hash FROM item
-    WHERE NOT EXISTS (SELECT FROM generations g WHERE g.generation_id = item.generation_id)
+    WHERE NOT EXISTS (
+        SELECT FROM generations g
+        WHERE g.generation_id = item.generation_id AND g.generation_id = ANY(%(generation_ids)s::uuid[])
+    )
     ORDER BY position
     ON CONFLICT (tenant_id, request_id) DO UPDATE
         SET generation_id = excluded.generation_id, request_hash = excluded.request_hash, expires_at = NULL
@@ -110,7 +114,7 @@ WITH item AS (
         started_at = coalesce(g.started_at, :now)
     FROM item
     WHERE g.generation_id = item.generation_id AND g.state = 'QUEUED' AND g.attempt = item.after_attempt
-        AND g.cancel_cause IS NULL
+        AND g.cancel_cause IS NULL AND g.generation_id = ANY(%(generation_ids)s::uuid[])
     RETURNING :columns
 ), recorded AS (
     INSERT INTO attempts (generation_id, attempt, session_id, worker_id, nonce, granted_at)
@@ -127,6 +131,7 @@ WITH g AS (
 ), ended AS (
     UPDATE attempts a SET ended_at = :now FROM g
     WHERE a.generation_id = g.generation_id AND a.attempt = g.attempt AND a.ended_at IS NULL
+        AND a.generation_id = ANY(%(generation_ids)s::uuid[])
 )
 SELECT * FROM g
 """)
@@ -148,10 +153,12 @@ WITH item AS (
         output_tokens = item.output_tokens, cached_prompt_tokens = item.cached_prompt_tokens
     FROM item
     WHERE g.generation_id = item.generation_id AND g.state = item.from_state AND g.attempt = item.attempt
+        AND g.generation_id = ANY(%(generation_ids)s::uuid[])
     RETURNING :columns, item.from_state
 ), ended AS (
     UPDATE attempts a SET ended_at = :now, outcome = 'FINISHED', end_position = g.output_tokens FROM g
     WHERE a.generation_id = g.generation_id AND a.attempt = g.attempt AND a.outcome IS NULL AND g.from_state = 'RUNNING'
+        AND a.generation_id = ANY(%(generation_ids)s::uuid[])
 ), ledger AS (
     INSERT INTO usage_ledger (
         generation_id, tenant_id, key_id, model, priority_class, state, prompt_tokens, cached_prompt_tokens,
@@ -163,7 +170,8 @@ WITH item AS (
 ), dead AS (
     INSERT INTO dead_letters (generation_id, tenant_id, reason, message, attempts, worker_ids, created_at)
     SELECT g.generation_id, g.tenant_id, g.error_reason, coalesce(g.error_message, ''), g.attempt, ARRAY(
-        SELECT a.worker_id FROM attempts a WHERE a.generation_id = g.generation_id ORDER BY a.attempt
+        SELECT a.worker_id FROM attempts a
+        WHERE a.generation_id = g.generation_id AND a.generation_id = ANY(%(generation_ids)s::uuid[]) ORDER BY a.attempt
     ), g.finished_at
     FROM g WHERE g.error_reason = 'ATTEMPTS_EXHAUSTED'
 ), expiring AS (
@@ -183,12 +191,14 @@ WITH item AS (
     UPDATE attempts a
     SET ended_at = coalesce(a.ended_at, :now), outcome = item.outcome, end_position = item.end_position,
         is_charged = item.is_charged
-    FROM item WHERE a.generation_id = item.generation_id AND a.attempt = item.attempt AND a.outcome IS NULL
+    FROM item
+    WHERE a.generation_id = item.generation_id AND a.attempt = item.attempt AND a.outcome IS NULL
+        AND a.generation_id = ANY(%(generation_ids)s::uuid[])
     RETURNING a.generation_id, a.attempt, a.is_charged
 ), charged AS (
     UPDATE generations g SET charged_attempts = g.charged_attempts + c.charges
     FROM (SELECT generation_id, count(*) AS charges FROM ended WHERE is_charged GROUP BY generation_id) c
-    WHERE g.generation_id = c.generation_id
+    WHERE g.generation_id = c.generation_id AND g.generation_id = ANY(%(generation_ids)s::uuid[])
 )
 SELECT generation_id, attempt FROM ended
 """)
@@ -197,6 +207,7 @@ REQUEST_CANCEL = """
 UPDATE generations g SET cancel_cause = i.cause
 FROM unnest(%(generation_ids)s::uuid[], %(causes)s::text[]) AS i (generation_id, cause)
 WHERE g.generation_id = i.generation_id AND g.state IN ('QUEUED', 'RUNNING') AND g.cancel_cause IS NULL
+    AND g.generation_id = ANY(%(generation_ids)s::uuid[])
 """
 
 INSERT_CHUNKS = """
@@ -242,18 +253,16 @@ ORDER BY g.generation_id LIMIT %(limit)s
 """)
 
 OVERDUE_PAGE = _filled("""
-SELECT g.generation_id, g.state, g.attempt, g.deadline_at, g.queue_deadline_at, :now AS at FROM generations g
-WHERE g.generation_id IN (
-    SELECT d.generation_id FROM generations d
+SELECT o.*, :now AS at FROM (
+    SELECT d.generation_id, d.state, d.attempt, d.deadline_at, d.queue_deadline_at FROM generations d
     WHERE d.state IN ('QUEUED', 'RUNNING') AND d.cancel_cause IS NULL AND d.deadline_at <= :now
         AND d.generation_id > %(after)s::uuid
     UNION
-    SELECT q.generation_id FROM generations q
+    SELECT q.generation_id, q.state, q.attempt, q.deadline_at, q.queue_deadline_at FROM generations q
     WHERE q.state = 'QUEUED' AND q.attempt = 0 AND q.cancel_cause IS NULL AND q.queue_deadline_at <= :now
         AND q.generation_id > %(after)s::uuid
-    ORDER BY generation_id LIMIT %(limit)s
-)
-ORDER BY g.generation_id
+) o
+ORDER BY o.generation_id LIMIT %(limit)s
 """)
 
 QUEUED_TO_END_PAGE = _filled("""
