@@ -69,6 +69,8 @@ def write_simulated_model(directory: Path, *, name: str, context_length: int) ->
     """Makes `directory` a model of precision "sim" with a byte-level tokenizer; returns its manifest."""
     directory.mkdir(parents=True, exist_ok=True)
     write_byte_tokenizer(directory)
+    # It has no weights that would tell it from another one: the name is what it is, and so part of the revision.
+    (directory / "simulated.json").write_text(json.dumps({"model": name}) + "\n")
     manifest = ModelManifest(
         model=name,
         revision=content_revision(directory),

@@ -95,9 +95,7 @@ def _ask_traced(stack: LocalStack, home: Home) -> Outcome:
         with tracer().start_as_current_span("ask") as root:
             trace_id = trace.format_trace_id(root.get_span_context().trace_id)
             question = [Message(role="user", content=QUESTION)]
-            answer = asyncio.run(
-                ask(settings, stack.model, question, sampling=sampling, priority_class="interactive")
-            )
+            answer = asyncio.run(ask(settings, stack.model, question, sampling=sampling, priority_class="interactive"))
     finally:
         tracing.shutdown()
     write_text("\n")

@@ -60,7 +60,7 @@ class Echo:
             if request == b"wait":
                 await asyncio.Event().wait()
             yield b"two"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):  # the latter when it was not resumed after its last message
             self.seen_cancelled = context.cancelled()
             raise
         finally:

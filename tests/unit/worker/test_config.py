@@ -6,7 +6,7 @@ import pytest
 from gpu_worker.config import WorkerConfig
 from service_kit.environment import Environment, EnvironmentVariableError
 
-MINIMAL = {"SLUICE_SCHEDULERS": "a:1,b:2", "SLUICE_MODEL_DIR": "/models/m"}
+MINIMAL = {"SLUICE_SCHEDULERS": "a:1,b:2", "SLUICE_MODEL_DIR": "/models/m", "SLUICE_INTERNAL_TOKEN": "t"}
 
 
 def read(**changes):
