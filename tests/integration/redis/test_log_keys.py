@@ -7,8 +7,10 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 
 from service_kit.delta import Cursor
-from service_kit.ids import GatewayId, new_generation_id
+from service_kit.ids import GatewayId, GenerationId, new_generation_id
+from sluice.local.valkey import LocalValkey
 from state_store.delta_log.codec import unpack_pushes
+from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.port import AppendItem, LogEnd, OpenItem, SealItem
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.delta_log.settings import LogSettings
@@ -152,3 +154,20 @@ async def test_whoever_watches_an_ended_log_is_forgotten_with_it(client: Redis) 
     ended = await _expiries(client)
     assert ended.keys() == {generation_id, "deltas", "watchers"}
     assert all(9 * MINUTE_MS < left <= 10 * MINUTE_MS for left in ended.values())
+
+
+async def test_the_schedulers_own_user_may_look_for_unsealed_logs_and_drop_them(valkey_server: LocalValkey) -> None:
+    client = connect_redis(valkey_server.url_of("scheduler"))
+    log, generation_id = RedisDeltaLog(client), new_generation_id()
+    await log.open_many([OpenItem(generation_id=generation_id, attempt=1)])
+    found: list[GenerationId] = []
+    place = 0
+    while True:
+        page, place = await log.unsealed_page(place, limit=1000)
+        found += page
+        if not place:
+            break
+    assert generation_id in found
+    await log.drop_many([generation_id])
+    assert not (await log.read_many([(generation_id, 0)]))[0].is_present
+    await client.aclose()

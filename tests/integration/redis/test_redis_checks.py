@@ -83,6 +83,13 @@ async def test_doubts_are_told_and_refuse_nothing(server: Redis, own_server: Loc
     await silent.aclose()
 
 
+@pytest.mark.parametrize("user", ["gateway", "scheduler"])
+async def test_each_services_own_user_may_ask(valkey_server: LocalValkey, user: str) -> None:
+    client = connect_redis(valkey_server.url_of(user))
+    assert await read_safety(client) == RedisSafety(appendonly="yes", maxmemory_policy="noeviction")
+    await client.aclose()
+
+
 async def test_a_server_that_is_away_is_waited_for(server: Redis, own_server: LocalValkey) -> None:
     own_server.kill()
     with pytest.raises(LogUnavailableError):
