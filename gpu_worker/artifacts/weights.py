@@ -1,7 +1,7 @@
 """Reads the weights of a model directory: one mapped safetensors file, or shards with an index."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _NAMES_SHOWN = 5
 _FLOATING = frozenset({"F32", "F16", "BF16"})  # as safetensors names them
+_INT8 = frozenset({"I8"})
 
 
 class WeightsError(ModelFilesError):
@@ -27,11 +28,17 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: Path, *, shapes: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...]
+        self,
+        directory: Path,
+        *,
+        shapes: Mapping[str, tuple[int, ...]],
+        ignored_suffixes: tuple[str, ...],
+        int8_names: Collection[str] = frozenset(),
     ) -> None:
         """Looks at all headers, so that nothing is missing later.
 
-        A tensor whose name ends with one of `ignored_suffixes` may be there and is never read. Raises WeightsError.
+        A tensor whose name ends with one of `ignored_suffixes` may be there and is never read. Those of `int8_names` are
+        int8 and stay so, all others are of a floating-point type. Raises WeightsError.
         """
         file_by_tensor = _locate(directory)
         missing = sorted(shapes.keys() - file_by_tensor.keys())
@@ -43,15 +50,18 @@ class Checkpoint:
                 more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
                 raise WeightsError(f"{directory}: {kind} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}")
         self._file_by_tensor = {name: file_by_tensor[name] for name in shapes}
+        self._int8_names = frozenset(int8_names)
         for file, wanted in self._by_file(shapes).items():
-            _check_header(file, {name: shapes[name] for name in wanted})
+            _check_header(file, {name: shapes[name] for name in wanted}, self._int8_names)
 
     def read(self, names: Iterable[str], *, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Tensors as `dtype` on `device`; on a CPU those that are of that type already are pages of the file."""
+        """Tensors as `dtype`, or int8, on `device`; on a CPU those that are of that type already are pages of the file."""
         tensors: dict[str, torch.Tensor] = {}
         for path, wanted in self._by_file(names).items():
             with _open(path) as file:
-                tensors |= {name: file.get_tensor(name).to(device=device, dtype=dtype) for name in wanted}
+                for name in wanted:
+                    kept = torch.int8 if name in self._int8_names else dtype
+                    tensors[name] = file.get_tensor(name).to(device=device, dtype=kept)
         return tensors
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
@@ -87,16 +97,16 @@ def _tensor_names(path: Path) -> list[str]:
         return list(file.keys())
 
 
-def _check_header(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_header(path: Path, shapes: Mapping[str, tuple[int, ...]], int8_names: frozenset[str]) -> None:
     with _open(path) as file:
         for name, shape in shapes.items():
             header = file.get_slice(name)
             if tuple(header.get_shape()) != shape:
                 raise WeightsError(f"{path}: {name} has shape {tuple(header.get_shape())}, the config asks for {shape}")
-            if header.get_dtype() not in _FLOATING:
-                raise WeightsError(
-                    f"{path}: {name} is {header.get_dtype()}, not a floating-point type that is computed"
-                )
+            is_int8 = name in int8_names
+            if header.get_dtype() not in (_INT8 if is_int8 else _FLOATING):
+                wanted = "int8" if is_int8 else "a floating-point type that is computed"
+                raise WeightsError(f"{path}: {name} is {header.get_dtype()}, not {wanted}")
 
 
 @contextmanager

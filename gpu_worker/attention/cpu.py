@@ -1,11 +1,11 @@
-"""Paged attention by our own kernel on the CPU, in fp32.
+"""Paged attention by our own kernel on the CPU, in fp32 over keys and values in fp32 or fp16.
 
 The same bits for a row however it is executed; gpu_worker/kernels/attention.cpp says by what construction.
 """
 
 import ctypes
 import math
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_stride", "block_size")),
         ("scale", c_float),
+        ("stored_bytes", c_int32),
     )
 
 
@@ -51,7 +52,8 @@ class CpuAttention:
     name = "cpu"
     is_batch_invariant = True
 
-    def __init__(self, shape: AttentionShape, kernels: CpuKernels) -> None:
+    def __init__(self, shape: AttentionShape, kernels: CpuKernels, kv_dtype: torch.dtype = torch.float32) -> None:
+        assert kv_dtype in (torch.float32, torch.float16)
         self.shape = shape
         self.kernels = kernels
         value_stride = -(-shape.head_dim // _LANES) * _LANES
@@ -61,8 +63,8 @@ class CpuAttention:
         assert shape.num_heads % shape.num_kv_heads == 0
         size = (shape.num_layers, shape.num_blocks, self._block_numbers)
         host_size = (shape.num_layers, shape.num_host_blocks, self._block_numbers)
-        self.blocks = zeros(size, device=torch.device("cpu"), dtype=torch.float32)
-        self.host_blocks = zeros(host_size, device=torch.device("cpu"), dtype=torch.float32)
+        self.blocks = zeros(size, device=torch.device("cpu"), dtype=kv_dtype)
+        self.host_blocks = zeros(host_size, device=torch.device("cpu"), dtype=kv_dtype)
         self._c_shape = _Shape(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -70,6 +72,7 @@ class CpuAttention:
             value_stride=value_stride,
             block_size=shape.block_size,
             scale=math.log2(math.e) / math.sqrt(shape.head_dim),
+            stored_bytes=kv_dtype.itemsize,
         )
         self.layer_addresses = tuple(layer.data_ptr() for layer in self.blocks)
         self._partition_keys = kernels.functions.sluice_partition_keys()
@@ -87,9 +90,10 @@ class CpuAttention:
     def _copy(self, pairs: Integers, source: torch.Tensor, target: torch.Tensor) -> None:
         is_inside = (pairs >= 0) & (pairs < (source.shape[1], target.shape[1]))
         assert is_inside.all(), "a block outside the memory"
+        size = source.itemsize
         self.kernels.functions.sluice_copy_blocks(
-            source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0), self.shape.num_layers,
-            self._block_numbers, pairs.ctypes.data, len(pairs), torch.get_num_threads(),
+            source.data_ptr(), size * source.stride(0), target.data_ptr(), size * target.stride(0), self.shape.num_layers,
+            size * self._block_numbers, pairs.ctypes.data, len(pairs), torch.get_num_threads(),
         )  # fmt: skip
 
     def begin_step(self, rows: list[SequenceRows]) -> "CpuStep":

@@ -11,16 +11,20 @@ from gpu_worker.kernels.library import load_cpu_kernels
 _log = structlog.get_logger(__name__)
 
 
-def make_attention(shape: AttentionShape, *, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """The fastest backend for this device and type, with its KV memory. Raises what the allocation raises."""
-    kernels = load_cpu_kernels() if device.type == "cpu" and dtype == torch.float32 else None
-    backend: AttentionBackend
+def make_attention(
+    shape: AttentionShape, *, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> AttentionBackend:
+    """The fastest backend for this device and type, with its KV memory of `kv_dtype`, by default `dtype` too.
+
+    Raises what the allocation raises.
+    """
+    kept = kv_dtype or dtype
+    is_for_kernels = device.type == "cpu" and dtype == torch.float32 and kept in (torch.float32, torch.float16)
+    kernels = load_cpu_kernels() if is_for_kernels else None
     if kernels is None:
-        reason = (
-            "the CPU kernels are missing" if device.type == "cpu" and dtype == torch.float32 else "not fp32 on a CPU"
-        )
+        reason = "the CPU kernels are missing" if is_for_kernels else "not fp32 on a CPU"
         _log.info("attention_backend", name=ReferenceAttention.name, reason=reason)
-        return ReferenceAttention(shape, device=device, dtype=dtype)
-    backend = CpuAttention(shape, kernels)
-    _log.info("attention_backend", name=backend.name, reason="fp32 on a CPU, with kernels")
+        return ReferenceAttention(shape, device=device, dtype=kept)
+    backend = CpuAttention(shape, kernels, kept)
+    _log.info("attention_backend", name=backend.name, reason="fp32 on a CPU, with kernels", kv_dtype=str(kept))
     return backend

@@ -38,6 +38,7 @@ class ReferenceAttention:
     is_batch_invariant = False
 
     def __init__(self, shape: AttentionShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Keys and values are stored as `dtype`, and read as the type of the queries."""
         self.shape = shape
         self.device = device
         self.windows = shape.windows or (None,) * shape.num_layers
@@ -117,7 +118,7 @@ class ReferenceStep:
         for memory, rows in ((self.backend.keys, key), (self.backend.values, value)):
             slots = memory[layer].flatten(0, 1)
             slots.index_fill_(0, self.empty_slots, 0)
-            slots.index_copy_(0, self.slots, rows)
+            slots.index_copy_(0, self.slots, rows.to(slots.dtype))
         output = query.new_empty(query.shape)
         for group in self.groups:
             output.index_copy_(0, group.rows, self._attend(layer, group, query))
@@ -133,8 +134,18 @@ class ReferenceStep:
             num_sequences, -1, num_kv_heads, num_heads // num_kv_heads, head_dim
         )
         rows = rows.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        keys = keys.index_select(0, group.blocks).view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
-        values = values.index_select(0, group.blocks).view(num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
+        keys = (
+            keys.index_select(0, group.blocks)
+            .to(query.dtype)
+            .view(num_sequences, -1, num_kv_heads, head_dim)
+            .transpose(1, 2)
+        )
+        values = (
+            values.index_select(0, group.blocks)
+            .to(query.dtype)
+            .view(num_sequences, -1, num_kv_heads, head_dim)
+            .transpose(1, 2)
+        )
         output = scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
         output = output.reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
         return output.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)

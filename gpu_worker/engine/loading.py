@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from gpu_worker.engine.host_resources import available_memory_bytes, available_t
 from gpu_worker.engine.model_runner import ModelRunner
 from gpu_worker.engine.port import Capabilities, NoteUntried, note_nothing
 from gpu_worker.engine.sequence import PlannedSequence, StepPlan
-from gpu_worker.engine.settings import PRECISION_BY_DTYPE, EngineSettings, EngineStartError
+from gpu_worker.engine.settings import INT8_PRECISION, PRECISION_BY_DTYPE, EngineSettings, EngineStartError
 from gpu_worker.engine.text import TokenTable
 from gpu_worker.models.config import ModelConfig, read_model_config
 from gpu_worker.models.llama import LlamaModel
@@ -69,8 +69,9 @@ def load_parts(
 ) -> EngineParts:
     """Loads and warms up. Raises ModelFilesError for the files, EngineStartError for settings and memory."""
     manifest, config = _read_description(directory)
+    precision = _precision(manifest, settings)
     context_length = min(manifest.context_length, config.max_position_embeddings)
-    device, dtype = _device(settings), _dtype(settings)
+    device, dtype, kv_dtype = _device(settings), _dtype(settings.dtype), _dtype(settings.kv_dtype or settings.dtype)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads or available_threads())
     table = TokenTable.from_directory(directory)
@@ -86,21 +87,26 @@ def load_parts(
         num_host_blocks=settings.num_host_blocks,
         windows=config.windows,
     )
-    attention = _allocate_kv_memory(shape, device, dtype)
+    attention = _allocate_kv_memory(shape, device, dtype, kv_dtype)
     runner = ModelRunner(model=model, attention=attention, on_progress=on_progress)
     _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
     capabilities = Capabilities(
         engine="native",
         model=manifest.model,
         model_revision=manifest.revision,
-        precision=PRECISION_BY_DTYPE[settings.dtype],
+        precision=precision,
         context_length=context_length,
         vocab_size=config.vocab_size,
         num_blocks=num_blocks,
         block_size=settings.block_size,
         max_running=settings.max_running,
         is_batch_invariant=model.is_batch_invariant and attention.is_batch_invariant,
-        details={"device": str(device), "threads": str(torch.get_num_threads()), "attention": attention.name},
+        details={
+            "device": str(device),
+            "threads": str(torch.get_num_threads()),
+            "attention": attention.name,
+            "kv_dtype": settings.kv_dtype or settings.dtype,
+        },
     )
     return EngineParts(manifest=manifest, capabilities=capabilities, runner=runner, table=table)
 
@@ -111,7 +117,19 @@ def _read_description(directory: Path) -> tuple[ModelManifest, ModelConfig]:
         raise ModelFilesError(
             f"{directory}: the manifest's vocab_size {manifest.vocab_size} is not config.json's {config.vocab_size}"
         )
-    return manifest, config
+    is_int8 = manifest.precision == INT8_PRECISION
+    if is_int8 and config.is_tied:
+        raise ModelFilesError(f"{directory}: config.json ties the head to the embedding, which is not {INT8_PRECISION}")
+    return manifest, replace(config, is_int8=is_int8)
+
+
+def _precision(manifest: ModelManifest, settings: EngineSettings) -> str:
+    """Part of the model's key: that of the files if they are quantized, else the type that they are computed in."""
+    if manifest.precision != INT8_PRECISION:
+        return PRECISION_BY_DTYPE[settings.dtype]
+    if settings.dtype != "float32":
+        raise EngineStartError(f"dtype {settings.dtype!r}: a model of precision {INT8_PRECISION} needs float32")
+    return INT8_PRECISION
 
 
 def _device(settings: EngineSettings) -> torch.device:
@@ -123,8 +141,8 @@ def _device(settings: EngineSettings) -> torch.device:
     return device
 
 
-def _dtype(settings: EngineSettings) -> torch.dtype:
-    dtype = getattr(torch, settings.dtype)
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), "settings admit only names of types"
     return dtype
 
@@ -134,7 +152,9 @@ def _num_blocks(settings: EngineSettings, config: ModelConfig, context_length: i
     blocks_per_sequence = -(-context_length // settings.block_size)
     num_blocks = settings.num_blocks
     if num_blocks is None:
-        block_bytes = settings.block_size * config.kv_bytes_per_token(_dtype(settings).itemsize)
+        block_bytes = settings.block_size * config.kv_bytes_per_token(
+            _dtype(settings.kv_dtype or settings.dtype).itemsize
+        )
         available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
         affordable = int(available * settings.memory_share) // block_bytes
         num_blocks = min(affordable, settings.max_running * blocks_per_sequence)
@@ -146,9 +166,11 @@ def _num_blocks(settings: EngineSettings, config: ModelConfig, context_length: i
     return num_blocks
 
 
-def _allocate_kv_memory(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
+def _allocate_kv_memory(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> AttentionBackend:
     try:
-        return make_attention(shape, device=device, dtype=dtype)
+        return make_attention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype)
     except (OSError, MemoryError, RuntimeError) as error:
         raise EngineStartError(f"KV memory of {shape.num_blocks} blocks cannot be allocated: {error}") from error
 

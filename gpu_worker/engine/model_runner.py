@@ -11,6 +11,9 @@ from gpu_worker.engine.sampler import Sampler
 from gpu_worker.engine.sequence import BlockMoves, PlannedSequence, StepPlan
 from gpu_worker.models.llama import LlamaModel
 
+_ROWS_AT_ONCE = 128
+"""Rows whose logits over the whole vocabulary are held together."""
+
 
 class ModelRunner:
     """Implements `gpu_worker.engine.execution.Executor` over one model and its KV memory on one device."""
@@ -41,19 +44,7 @@ class ModelRunner:
         """
         with torch.inference_mode():
             rows = _pack(plan.sequences)
-            token_ids = [token_id for planned in plan.sequences for token_id in planned.token_ids]
-            positions = [
-                position for planned in plan.sequences for position in range(planned.start, planned.context_length)
-            ]
-            attend = self._attention.begin_step(rows)
-
-            def attend_and_report(
-                layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-            ) -> torch.Tensor:
-                self._on_progress()
-                return attend(layer, query, key, value)
-
-            hidden = self._model.forward(self._to_device(token_ids), self._to_device(positions), attend_and_report)
+            hidden = self._forward(plan, rows)
             last_rows = [
                 packed.first_row + packed.num_rows - 1
                 for planned, packed in zip(plan.sequences, rows, strict=True)
@@ -61,6 +52,30 @@ class ModelRunner:
             ]
             # A step that only fills caches has no rows here, and no product over the vocabulary.
             return self._model.logits(hidden[self._to_device(last_rows)])
+
+    def log_probabilities(self, plan: StepPlan, next_ids: Sequence[int]) -> torch.Tensor:
+        """Of each row's next token, fp32 [T]; a piece of the rows at a time. Writes KV as `logits` does."""
+        with torch.inference_mode():
+            hidden, targets = self._forward(plan, _pack(plan.sequences)), self._to_device(list(next_ids))
+            found = hidden.new_empty(len(targets), dtype=torch.float32)
+            for start in range(0, len(targets), _ROWS_AT_ONCE):
+                piece = slice(start, start + _ROWS_AT_ONCE)
+                log_probabilities = self._model.logits(hidden[piece]).log_softmax(dim=-1)
+                found[piece] = log_probabilities.gather(1, targets[piece, None])[:, 0]
+            return found
+
+    def _forward(self, plan: StepPlan, rows: list[SequenceRows]) -> torch.Tensor:
+        token_ids = [token_id for planned in plan.sequences for token_id in planned.token_ids]
+        positions = [
+            position for planned in plan.sequences for position in range(planned.start, planned.context_length)
+        ]
+        attend = self._attention.begin_step(rows)
+
+        def attend_and_report(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            self._on_progress()
+            return attend(layer, query, key, value)
+
+        return self._model.forward(self._to_device(token_ids), self._to_device(positions), attend_and_report)
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._model.device)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from gpu_worker.engine.step_scheduler import StepLimits
 
 PRECISION_BY_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+INT8_PRECISION = "int8"
+"""Of a model whose weights were quantized: int8 products, everything else in fp32."""
 
 
 class EngineStartError(Exception):
@@ -17,7 +19,9 @@ class EngineSettings:
 
     threads: None takes what affinity and control group allow. num_blocks: None takes `memory_share` of the available
     memory, but not more than max_running sequences of full length need. num_host_blocks: blocks of the host tier, 0 for
-    none. target_step_ms: prefill and admission are bounded so that a step takes about no longer. Other limits as in StepLimits.
+    none. target_step_ms: prefill and admission are bounded so that a step takes about no longer. kv_dtype: what keys and
+    values are stored as, None for dtype; all workers of a model need the same, because it changes the last bits of
+    logits. Other limits as in StepLimits.
     """
 
     threads: int | None = None
@@ -32,6 +36,7 @@ class EngineSettings:
     target_step_ms: float | None = None
     device: str = "cpu"
     dtype: str = "float32"
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("threads", "num_blocks", "block_size"):
@@ -44,6 +49,8 @@ class EngineSettings:
             raise EngineStartError("memory_share must be above 0 and at most 1")
         if self.dtype not in PRECISION_BY_DTYPE:
             raise EngineStartError(f"dtype {self.dtype!r} is not one of {sorted(PRECISION_BY_DTYPE)}")
+        if self.kv_dtype is not None and self.kv_dtype not in PRECISION_BY_DTYPE:
+            raise EngineStartError(f"kv_dtype {self.kv_dtype!r} is not one of {sorted(PRECISION_BY_DTYPE)}")
         try:
             self.step_limits()
         except ValueError as error:

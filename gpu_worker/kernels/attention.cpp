@@ -7,8 +7,8 @@
 // who computes a chain, never the chain. A key that a row does not see is left out of its chain, not multiplied by zero:
 // whatever lies there, NaN included, stays without influence.
 //
-// Memory of a block: per KV head the keys transposed [head_dim][block_size], then the values [block_size][value_stride];
-// value_stride is head_dim rounded up to whole vectors.
+// Keys and values are stored in fp32 or fp16 and computed with in fp32. Memory of a block: per KV head the keys transposed
+// [head_dim][block_size], then the values [block_size][value_stride]; value_stride is head_dim rounded up to whole vectors.
 
 #include <omp.h>
 
@@ -17,6 +17,8 @@
 using namespace sluice;
 
 namespace {
+
+constexpr int64_t kDirectRows = 2 * kGroup;  // more rows than these read an fp16 tile faster when it is widened once
 
 // Joins what one partition gave into what those before it gave.
 void join(float* total, float* total_max, float* total_sum, const float* part, float part_max, float part_sum, int64_t width) {
@@ -46,7 +48,18 @@ Group make_group(const SluiceItem& item, int64_t row, int64_t n, int64_t heads, 
   return group;
 }
 
-void take_partition(const SluiceStep& step, const SluiceItem& item, const Sequence& sequence, const Scratch& scratch,
+// All scores before all values, so that one half of the tile stays in the first cache for every group.
+template <typename Stored>
+void take_tile(const SluiceStep& step, const SluiceItem& item, const Scratch& scratch, int64_t start, const Tile<Stored>& tile) {
+  const int64_t heads = heads_per_kv_head(step.shape), n = item.num_rows * heads;
+  for (int64_t row = 0; row < n; row += group_size(n - row))
+    score_group(step.shape, scratch, make_group(item, row, n, heads, start, step.window), tile);
+  for (int64_t row = 0; row < n; row += group_size(n - row))
+    add_group(step.shape, scratch, make_group(item, row, n, heads, start, step.window), tile);
+}
+
+template <typename Stored>
+void take_partition(const SluiceStep& step, const SluiceItem& item, const Sequence<Stored>& sequence, const Scratch& scratch,
                     int64_t partition) {
   const SluiceShape& shape = step.shape;
   const int64_t heads = heads_per_kv_head(shape), n = item.num_rows * heads;
@@ -59,13 +72,10 @@ void take_partition(const SluiceStep& step, const SluiceItem& item, const Sequen
   for (; start < end; start += kTile) {
     const Range first = visible(item.first_position, start, step.window);
     const Range all = {first.begin, visible(last_position, start, step.window).end};
-    Tile tile;
-    locate(shape, sequence, start, all, scratch, &tile);
-    // All scores before all values, so that one half of the tile stays in the first cache for every group.
-    for (int64_t row = 0; row < n; row += group_size(n - row))
-      score_group(shape, scratch, make_group(item, row, n, heads, start, step.window), tile);
-    for (int64_t row = 0; row < n; row += group_size(n - row))
-      add_group(shape, scratch, make_group(item, row, n, heads, start, step.window), tile);
+    if (shape.block_size % kLanes != 0 || (sizeof(Stored) != sizeof(float) && n > kDirectRows))
+      take_tile(step, item, scratch, start, gather(shape, sequence, start, all, scratch));
+    else
+      take_tile(step, item, scratch, start, locate(shape, sequence, start, all));
   }
 }
 
@@ -77,13 +87,16 @@ int64_t unit_size(const SluiceShape& shape) { return shape.block_size * (shape.h
 
 int64_t partial_size(const SluiceShape& shape) { return shape.value_stride + kLanes; }
 
-void write_row(const SluiceShape& shape, float* memory, int64_t slot, const float* key, const float* value) {
+template <typename Stored>
+void write_row(const SluiceShape& shape, Stored* memory, int64_t slot, const float* key, const float* value) {
   const int64_t block = slot / shape.block_size, offset = slot % shape.block_size;
   for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-    float* unit = memory + (block * shape.num_kv_heads + head) * unit_size(shape);
-    for (int64_t d = 0; d < shape.head_dim; ++d) unit[d * shape.block_size + offset] = key[head * shape.head_dim + d];
-    float* values = unit + shape.head_dim * shape.block_size + offset * shape.value_stride;
-    std::memcpy(values, value + head * shape.head_dim, shape.head_dim * sizeof(float));
+    Stored* unit = memory + (block * shape.num_kv_heads + head) * unit_size(shape);
+    Stored* values = unit + shape.head_dim * shape.block_size + offset * shape.value_stride;
+    for (int64_t d = 0; d < shape.head_dim; ++d) {
+      narrow(key[head * shape.head_dim + d], unit + d * shape.block_size + offset);
+      narrow(value[head * shape.head_dim + d], values + d);
+    }
   }
 }
 
@@ -97,13 +110,19 @@ void scale_queries(const SluiceShape& shape, const SluiceItem& item, int64_t kv_
   }
 }
 
+struct Rows {
+  const float* at;
+  int64_t stride;
+};
+
 // One item and one KV head: rows of a sequence against their partitions.
-void run_item(const SluiceStep& step, const SluiceItem& item, int64_t kv_head, const float* memory, const Scratch& scratch,
+template <typename Stored>
+void run_item(const SluiceStep& step, const SluiceItem& item, int64_t kv_head, const Stored* memory, const Scratch& scratch,
               float* partials, float* out) {
   const SluiceShape& shape = step.shape;
   const int64_t heads = heads_per_kv_head(shape), n = item.num_rows * heads, width = shape.value_stride;
-  const Sequence sequence = {memory + kv_head * unit_size(shape), shape.num_kv_heads * unit_size(shape),
-                             step.tables + item.table_start};
+  const Sequence<Stored> sequence = {memory + kv_head * unit_size(shape), shape.num_kv_heads * unit_size(shape),
+                                     step.tables + item.table_start};
   if (item.partial >= 0) {
     take_partition(step, item, sequence, scratch, item.first_partition);
     for (int64_t r = 0; r < n; ++r) {
@@ -143,20 +162,8 @@ void run_merge(const SluiceStep& step, const SluiceMerge& merge, int64_t row, in
   divide(scratch.total, scratch.total_sum[0], shape.head_dim, out + place * shape.head_dim);
 }
 
-}  // namespace
-
-SLUICE_EXPORT int64_t sluice_partition_keys() { return kPartition; }
-
-// fp32 numbers that the workspace of a step needs.
-SLUICE_EXPORT int64_t sluice_workspace_size(const SluiceShape* shape, int64_t threads, int64_t max_item_rows, int64_t partial_rows) {
-  return threads * scratch_size(*shape, max_item_rows) + partial_rows * shape->num_heads * partial_size(*shape);
-}
-
-// Stores the rows' keys and values in `memory` of one layer, then attends. Heads of a row lie behind each other; strides
-// from row to row are in numbers; out is [num_rows, num_heads, head_dim].
-SLUICE_EXPORT void sluice_attend(const SluiceStep* step_at, float* memory, const float* query, int64_t query_stride, const float* key,
-                   int64_t key_stride, const float* value, int64_t value_stride, float* out) {
-  const SluiceStep& step = *step_at;
+template <typename Stored>
+void attend(const SluiceStep& step, Stored* memory, const Rows& query, const Rows& key, const Rows& value, float* out) {
   const SluiceShape& shape = step.shape;
   const int64_t size = scratch_size(shape, step.max_item_rows), kv_heads = shape.num_kv_heads;
   float* partials = step.workspace + step.threads * size;
@@ -164,12 +171,12 @@ SLUICE_EXPORT void sluice_attend(const SluiceStep* step_at, float* memory, const
   {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < step.num_rows; ++row)
-      write_row(shape, memory, step.slots[row], key + row * key_stride, value + row * value_stride);
+      write_row(shape, memory, step.slots[row], key.at + row * key.stride, value.at + row * value.stride);
     const Scratch scratch = make_scratch(step.workspace + omp_get_thread_num() * size, shape, step.max_item_rows);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < step.num_items * kv_heads; ++i) {
       const SluiceItem& item = step.items[i / kv_heads];
-      scale_queries(shape, item, i % kv_heads, query, query_stride, scratch);
+      scale_queries(shape, item, i % kv_heads, query.at, query.stride, scratch);
       run_item(step, item, i % kv_heads, memory, scratch, partials, out);
     }
 #pragma omp for schedule(static)
@@ -181,12 +188,31 @@ SLUICE_EXPORT void sluice_attend(const SluiceStep* step_at, float* memory, const
   }
 }
 
-// Copies blocks of every layer, pair after pair: pairs [num_pairs, 2] of (from, to), strides and sizes in numbers.
-SLUICE_EXPORT void sluice_copy_blocks(const float* from, int64_t from_layer, float* to, int64_t to_layer, int64_t layers,
-                        int64_t block_numbers, const int64_t* pairs, int64_t num_pairs, int64_t threads) {
+}  // namespace
+
+SLUICE_EXPORT int64_t sluice_partition_keys() { return kPartition; }
+
+// fp32 numbers that the workspace of a step needs.
+SLUICE_EXPORT int64_t sluice_workspace_size(const SluiceShape* shape, int64_t threads, int64_t max_item_rows, int64_t partial_rows) {
+  return threads * scratch_size(*shape, max_item_rows) + partial_rows * shape->num_heads * partial_size(*shape);
+}
+
+// Stores the rows' keys and values in `memory` of one layer, then attends. Heads of a row lie behind each other; strides
+// from row to row are in numbers; out is [num_rows, num_heads, head_dim].
+SLUICE_EXPORT void sluice_attend(const SluiceStep* step, void* memory, const float* query, int64_t query_stride, const float* key,
+                                 int64_t key_stride, const float* value, int64_t value_stride, float* out) {
+  const Rows queries = {query, query_stride}, keys = {key, key_stride}, values = {value, value_stride};
+  if (step->shape.stored_bytes == sizeof(Half))
+    return attend(*step, static_cast<Half*>(memory), queries, keys, values, out);
+  attend(*step, static_cast<float*>(memory), queries, keys, values, out);
+}
+
+// Copies blocks of every layer, pair after pair: pairs [num_pairs, 2] of (from, to), strides and sizes in bytes.
+SLUICE_EXPORT void sluice_copy_blocks(const char* from, int64_t from_layer, char* to, int64_t to_layer, int64_t layers,
+                                      int64_t block_bytes, const int64_t* pairs, int64_t num_pairs, int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (threads > 1)
   for (int64_t layer = 0; layer < layers; ++layer)
     for (int64_t pair = 0; pair < num_pairs; ++pair)
-      std::memmove(to + layer * to_layer + pairs[2 * pair + 1] * block_numbers,
-                   from + layer * from_layer + pairs[2 * pair] * block_numbers, block_numbers * sizeof(float));
+      std::memmove(to + layer * to_layer + pairs[2 * pair + 1] * block_bytes,
+                   from + layer * from_layer + pairs[2 * pair] * block_bytes, block_bytes);
 }

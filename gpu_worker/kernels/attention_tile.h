@@ -1,145 +1,15 @@
 // What rows do with one tile of keys: scores, weights, sums of values. The contract stands in attention.cpp.
 #pragma once
 
-#include <cmath>
-#include <cstring>
-#include <limits>
-
-#include "simd.h"
-
-#ifndef SLUICE_TILE_KEYS
-#define SLUICE_TILE_KEYS 64
-#endif
+#include "attention_memory.h"
 
 namespace sluice {
 
-constexpr int64_t kTile = SLUICE_TILE_KEYS;
-constexpr int64_t kTileVectors = kTile / kLanes;
-constexpr int64_t kPartition = 1024;  // keys that one thread takes of a long context
-constexpr int64_t kGroup = 3;         // rows that share the registers of one pass over a tile
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-extern "C" {
-
-struct SluiceShape {
-  int64_t num_heads, num_kv_heads, head_dim, value_stride, block_size;
-  float scale;  // of the scores, times log2(e)
-};
-
-// Rows of one sequence at positions from first_position on, and the partitions of keys to go through.
-struct SluiceItem {
-  int64_t table_start, first_row, num_rows, first_position, first_partition, num_partitions;
-  int64_t partial;  // the first of num_rows partial results in the workspace; -1: the result goes to the output
-};
-
-struct SluiceMerge {
-  int64_t first_row, num_rows, partial, num_partials;
-};
-
-struct SluiceStep {
-  SluiceShape shape;
-  int64_t threads, num_rows, num_items, num_merges, window, max_item_rows;
-  const int64_t* slots;     // [num_rows]: block * block_size + offset
-  const int32_t* tables;    // block tables of all sequences
-  const SluiceItem* items;  // most expensive first
-  const SluiceMerge* merges;
-  float* workspace;  // sluice_workspace_size() numbers
-};
-
-}  // extern "C"
-
-// What a thread works in. Rows are (row, head of the KV head), n = rows * heads per KV head of them.
-struct Scratch {
-  float *query, *scores, *result, *total;     // [n, head_dim], [n, kTile], [n, value_stride] twice
-  float *max, *sum, *total_max, *total_sum, *correction;  // [n]
-  float *keys, *values;                       // a gathered tile, for block sizes that are no whole vectors
-};
-
-inline int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
-
-inline int64_t heads_per_kv_head(const SluiceShape& shape) { return shape.num_heads / shape.num_kv_heads; }
-
-inline int64_t scratch_size(const SluiceShape& shape, int64_t item_rows) {
-  const int64_t n = round_up(item_rows * heads_per_kv_head(shape), kLanes);
-  const int64_t rows = n * (round_up(shape.head_dim, kLanes) + kTile + 2 * shape.value_stride + 5);
-  return round_up(rows + kTile * (shape.head_dim + shape.value_stride), 16);
-}
-
-inline Scratch make_scratch(float* at, const SluiceShape& shape, int64_t item_rows) {
-  const int64_t n = round_up(item_rows * heads_per_kv_head(shape), kLanes);
-  const auto take = [&at](int64_t size) { return at += size, at - size; };
-  Scratch scratch;
-  scratch.keys = take(kTile * shape.head_dim);
-  scratch.values = take(kTile * shape.value_stride);
-  scratch.scores = take(n * kTile);
-  scratch.result = take(n * shape.value_stride);
-  scratch.total = take(n * shape.value_stride);
-  scratch.query = take(n * round_up(shape.head_dim, kLanes));
-  scratch.max = take(n);
-  scratch.sum = take(n);
-  scratch.total_max = take(n);
-  scratch.total_sum = take(n);
-  scratch.correction = take(n);
-  return scratch;
-}
-
-// Where the keys and values of a tile's vectors lie: element d of the keys of vector j at keys[j] + d * key_stride, the
-// values of its key i at values[j] + i * value_stride.
-struct Tile {
-  const float *keys[kTileVectors], *values[kTileVectors];
-  int64_t key_stride;
-};
-
-struct Range {
-  int64_t begin, end;
-};
-
-// Keys of the tile at `start` that the row at `position` sees.
-inline Range visible(int64_t position, int64_t start, int64_t window) {
-  const int64_t first = window > 0 ? position - window + 1 - start : 0;
-  const int64_t end = position + 1 - start;
-  return {first > 0 ? first : 0, end < kTile ? end : kTile};
-}
-
-struct Sequence {
-  const float* memory;  // of the layer, moved to the KV head
-  int64_t block_stride;
-  const int32_t* table;
-};
-
-// Locates vectors [begin, end) of the tile at `start`; gathers it where a vector may lie in several blocks.
-inline void locate(const SluiceShape& shape, const Sequence& sequence, int64_t start, Range keys, const Scratch& scratch,
-            Tile* tile) {
-  const int64_t block_size = shape.block_size, value_stride = shape.value_stride;
-  if (block_size % kLanes == 0) {
-    tile->key_stride = block_size;
-    for (int64_t j = keys.begin / kLanes; j * kLanes < keys.end; ++j) {
-      const int64_t key = start + j * kLanes, offset = key % block_size;
-      const float* block = sequence.memory + sequence.table[key / block_size] * sequence.block_stride;
-      tile->keys[j] = block + offset;
-      tile->values[j] = block + shape.head_dim * block_size + offset * value_stride;
-    }
-    return;
-  }
-  tile->key_stride = kTile;
-  for (int64_t j = 0; j < kTileVectors; ++j) {
-    tile->keys[j] = scratch.keys + j * kLanes;
-    tile->values[j] = scratch.values + j * kLanes * value_stride;
-  }
-  for (int64_t i = keys.begin; i < keys.end; ++i) {
-    const int64_t key = start + i, offset = key % block_size;
-    const float* block = sequence.memory + sequence.table[key / block_size] * sequence.block_stride;
-    for (int64_t d = 0; d < shape.head_dim; ++d) scratch.keys[d * kTile + i] = block[d * block_size + offset];
-    const float* value = block + shape.head_dim * block_size + offset * value_stride;
-    std::memcpy(scratch.values + i * value_stride, value, value_stride * sizeof(float));
-  }
-}
-
-template <int kRows, int kVectors>
-inline void score_vectors(const float* query, int64_t query_stride, const float* const* keys, int64_t key_stride,
+template <int kRows, int kVectors, typename Stored>
+inline void score_vectors(const float* query, int64_t query_stride, const Stored* const* keys, int64_t key_stride,
                           int64_t head_dim, float* scores) {
   Vector sums[kRows][kVectors];
-  const float* key[kVectors];
+  const Stored* key[kVectors];
   for (int j = 0; j < kVectors; ++j) key[j] = keys[j];
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kVectors; ++j) sums[r][j] = _mm256_setzero_ps();
@@ -147,7 +17,7 @@ inline void score_vectors(const float* query, int64_t query_stride, const float*
     Vector q[kRows];  // and one vector of keys at a time: with the sums, 3 x 4 rows and vectors fill all 16 registers
     for (int r = 0; r < kRows; ++r) q[r] = _mm256_broadcast_ss(query + r * query_stride + d);
     for (int j = 0; j < kVectors; ++j) {
-      const Vector k = _mm256_loadu_ps(key[j] + d * key_stride);
+      const Vector k = load(key[j] + d * key_stride);
       for (int r = 0; r < kRows; ++r) sums[r][j] = _mm256_fmadd_ps(q[r], k, sums[r][j]);
     }
   }
@@ -156,8 +26,8 @@ inline void score_vectors(const float* query, int64_t query_stride, const float*
 }
 
 // Scores of kRows rows for every vector that holds a key of `keys`.
-template <int kRows>
-void score(const Scratch& scratch, int64_t row, const Tile& tile, const SluiceShape& shape, Range keys) {
+template <int kRows, typename Stored>
+void score(const Scratch& scratch, int64_t row, const Tile<Stored>& tile, const SluiceShape& shape, Range keys) {
   const int64_t stride = round_up(shape.head_dim, kLanes);
   const float* query = scratch.query + row * stride;
   float* scores = scratch.scores + row * kTile;
@@ -207,8 +77,9 @@ inline void weigh(const Scratch& scratch, int64_t row, Range keys) {
   scratch.max[row] = max;
 }
 
-template <int kRows, int kVectors>
-inline void add_vectors(const Scratch& scratch, int64_t row, const Tile& tile, int64_t value_stride, int64_t at, Range keys) {
+template <int kRows, int kVectors, typename Stored>
+inline void add_vectors(const Scratch& scratch, int64_t row, const Tile<Stored>& tile, int64_t value_stride, int64_t at,
+                        Range keys) {
   Vector sums[kRows][kVectors];
   float* result = scratch.result + row * value_stride + at;
   const float* weights = scratch.scores + row * kTile;
@@ -218,13 +89,13 @@ inline void add_vectors(const Scratch& scratch, int64_t row, const Tile& tile, i
       sums[r][j] = _mm256_mul_ps(_mm256_loadu_ps(result + r * value_stride + j * kLanes), correction);
   }
   for (int64_t i = keys.begin; i < keys.end;) {
-    const float* value = tile.values[i / kLanes] + i % kLanes * value_stride + at;
+    const Stored* value = tile.values[i / kLanes] + i % kLanes * value_stride + at;
     const int64_t end = (i / kLanes + 1) * kLanes < keys.end ? (i / kLanes + 1) * kLanes : keys.end;
     for (; i < end; ++i, value += value_stride) {
       Vector weight[kRows];
       for (int r = 0; r < kRows; ++r) weight[r] = _mm256_broadcast_ss(weights + r * kTile + i);
       for (int j = 0; j < kVectors; ++j) {
-        const Vector v = _mm256_loadu_ps(value + j * kLanes);
+        const Vector v = load(value + j * kLanes);
         for (int r = 0; r < kRows; ++r) sums[r][j] = _mm256_fmadd_ps(weight[r], v, sums[r][j]);
       }
     }
@@ -234,8 +105,8 @@ inline void add_vectors(const Scratch& scratch, int64_t row, const Tile& tile, i
 }
 
 // result = result * correction + weights x values, for kRows rows that see the same keys.
-template <int kRows>
-void add_values(const Scratch& scratch, int64_t row, const Tile& tile, int64_t value_stride, Range keys) {
+template <int kRows, typename Stored>
+void add_values(const Scratch& scratch, int64_t row, const Tile<Stored>& tile, int64_t value_stride, Range keys) {
   int64_t at = 0;
   for (; at + 4 * kLanes <= value_stride; at += 4 * kLanes)
     add_vectors<kRows, 4>(scratch, row, tile, value_stride, at, keys);
@@ -268,7 +139,8 @@ struct Group {
   }
 };
 
-inline void score_group(const SluiceShape& shape, const Scratch& scratch, const Group& group, const Tile& tile) {
+template <typename Stored>
+inline void score_group(const SluiceShape& shape, const Scratch& scratch, const Group& group, const Tile<Stored>& tile) {
   const Range all = group.all();
   if (all.begin >= all.end) return;
   switch (group.count) {
@@ -280,7 +152,8 @@ inline void score_group(const SluiceShape& shape, const Scratch& scratch, const 
     if (group.ranges[r].begin < group.ranges[r].end) weigh(scratch, group.row + r, group.ranges[r]);
 }
 
-inline void add_group(const SluiceShape& shape, const Scratch& scratch, const Group& group, const Tile& tile) {
+template <typename Stored>
+inline void add_group(const SluiceShape& shape, const Scratch& scratch, const Group& group, const Tile<Stored>& tile) {
   const Range all = group.all();
   if (all.begin >= all.end) return;
   if (group.count == 3 && group.is_same()) return add_values<3>(scratch, group.row, tile, shape.value_stride, all);

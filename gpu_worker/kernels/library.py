@@ -26,6 +26,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sluice_copy_blocks": (None, (*(c_void_p, c_int64) * 2, c_int64, c_int64, c_void_p, c_int64, c_int64)),
     "sluice_rms_norm": (None, (*(c_void_p, c_int64, c_int64) * 2, c_void_p, c_float, *(c_int64,) * 4)),
     "sluice_silu_and_multiply": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
+    "sluice_round_rows": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
+    "sluice_multiply_int8": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int64, c_int64, c_int64)),
     "sluice_sampling_scratch_size": (c_int64, (c_int64,)),
     "sluice_find_best": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
     "sluice_draw_rows": (None, (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p, c_int64)),

@@ -46,6 +46,8 @@ class ModelConfig:
     are_rotary: tuple[bool, ...]
     """Which layers turn query and key by position."""
     rope: RopeConfig
+    is_int8: bool = False
+    """Whether the weights of matrix products are int8 with scales; the manifest says so, not config.json."""
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """KV memory of one token over all layers."""

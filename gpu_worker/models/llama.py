@@ -24,16 +24,19 @@ from gpu_worker.models.llama_tensors import (
     FINAL_NORM,
     HEAD,
     ignored_suffixes,
+    int8_names,
     layer_prefix,
     layer_shapes,
+    scale_name,
     tensor_shapes,
+    with_scales,
 )
 
 ReadTensors = Callable[[Iterable[str]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
+class LlamaLayer:
     """One decoder layer; products with the same input are fused into one matrix."""
 
     input_norm: torch.Tensor
@@ -60,12 +63,11 @@ class LlamaModel:
 
     def __init__(self, config: ModelConfig, read: ReadTensors, make_linear: MakeLinear) -> None:
         self.config = config
-        head_name = EMBEDDING if config.is_tied else HEAD
-        self._head = make_linear(read([head_name])[head_name], None)
+        self.head = _make_head(config, read, make_linear)
         self._embedding = _own(read([EMBEDDING])[EMBEDDING])
         self._final_norm = _own(read([FINAL_NORM])[FINAL_NORM])
         # After the head: packing it needs more memory for a while than anything else, and less is held yet.
-        self._layers = [_make_layer(config, index, read, make_linear) for index in range(config.num_layers)]
+        self.layers = [_make_layer(config, index, read, make_linear) for index in range(config.num_layers)]
         self._rotary_table = RotaryTable(
             inverse_frequencies(config.rope, config.head_dim).to(self._embedding.device),
             num_positions=config.max_position_embeddings,
@@ -84,7 +86,13 @@ class LlamaModel:
         make_linear: MakeLinear | None = None,
     ) -> "LlamaModel":
         """The model of `directory`. Raises WeightsError. A tied checkpoint may carry the head; it is not read."""
-        checkpoint = Checkpoint(directory, shapes=tensor_shapes(config), ignored_suffixes=ignored_suffixes(config))
+        quantized = int8_names(config) if config.is_int8 else frozenset()
+        checkpoint = Checkpoint(
+            directory,
+            shapes=with_scales(tensor_shapes(config), quantized),
+            ignored_suffixes=ignored_suffixes(config),
+            int8_names=quantized,
+        )
         return cls(config, partial(checkpoint.read, device=device, dtype=dtype), make_linear or LinearFactory())
 
     @property
@@ -94,7 +102,7 @@ class LlamaModel:
     @property
     def is_batch_invariant(self) -> bool:
         """Whether every matrix product is; the rest of the model works row by row."""
-        linears = [self._head, *(linear for layer in self._layers for linear in layer.linears)]
+        linears = [self.head, *(linear for layer in self.layers for linear in layer.linears)]
         return all(linear.is_batch_invariant for linear in linears)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: StepAttention) -> torch.Tensor:
@@ -102,7 +110,7 @@ class LlamaModel:
         hidden = self._embedding[token_ids]
         rotation = self._rotary_table.at(positions)
         eps = self.config.rms_norm_eps
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             hidden = hidden + self._attention(index, rms_norm(hidden, layer.input_norm, eps), rotation, attend)
             gate_up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))
             hidden = hidden + layer.down(silu_and_multiply(gate_up))
@@ -110,10 +118,10 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [R, vocab_size] of chosen rows of `forward`'s result."""
-        return self._head(rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)).float()
+        return self.head(rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)).float()
 
     def _attention(self, index: int, rows: torch.Tensor, rotation: Rotation, attend: StepAttention) -> torch.Tensor:
-        layer, config = self._layers[index], self.config
+        layer, config = self.layers[index], self.config
         num_turned = config.num_heads + config.num_kv_heads
         heads = layer.query_key_value(rows).view(len(rows), num_turned + config.num_kv_heads, config.head_dim)
         query, key, value = heads[:, : config.num_heads], heads[:, config.num_heads : num_turned], heads[:, num_turned:]
@@ -126,16 +134,25 @@ class LlamaModel:
         return layer.attention_output(output.reshape(len(rows), config.num_heads * config.head_dim))
 
 
-def _make_layer(config: ModelConfig, index: int, read: ReadTensors, make_linear: MakeLinear) -> _Layer:
-    weights, prefix = read(layer_shapes(config, index)), layer_prefix(index)
+def _make_head(config: ModelConfig, read: ReadTensors, make_linear: MakeLinear) -> Linear:
+    if not config.is_int8:
+        name = EMBEDDING if config.is_tied else HEAD
+        return make_linear(read([name])[name], None)
+    tensors = read([HEAD, scale_name(HEAD)])
+    return make_linear(tensors[HEAD], None, tensors[scale_name(HEAD)])
+
+
+def _make_layer(config: ModelConfig, index: int, read: ReadTensors, make_linear: MakeLinear) -> LlamaLayer:
+    shapes, prefix = layer_shapes(config, index), layer_prefix(index)
+    weights = read(with_scales(shapes, int8_names(config)) if config.is_int8 else shapes)
 
     def take_linear(part: str, *names: str) -> Linear:
         parts = [weights.pop(f"{prefix}{part}.{name}.weight") for name in names]
         biases = [weights.pop(f"{prefix}{part}.{name}.bias", None) for name in names]
-        present = [bias for bias in biases if bias is not None]
-        return make_linear(_stack(parts), _stack(present) if present else None)
+        scales = [weights.pop(scale_name(f"{prefix}{part}.{name}.weight"), None) for name in names]
+        return make_linear(_stack(parts), _stack_present(biases), _stack_present(scales))
 
-    return _Layer(
+    return LlamaLayer(
         input_norm=_own(weights.pop(f"{prefix}input_layernorm.weight")),
         query_key_value=take_linear("self_attn", "q_proj", "k_proj", "v_proj"),
         query_norm=_own(weights.pop(f"{prefix}self_attn.q_norm.weight")) if config.has_qk_norm else None,
@@ -150,6 +167,11 @@ def _make_layer(config: ModelConfig, index: int, read: ReadTensors, make_linear:
 
 def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _stack_present(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return _stack(present) if present else None
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,24 @@ def ignored_suffixes(config: ModelConfig) -> tuple[str, ...]:
     return (*_DERIVED, HEAD) if config.is_tied else _DERIVED
 
 
+def int8_names(config: ModelConfig) -> frozenset[str]:
+    """The weights that are int8 in a quantized checkpoint, and have scales beside them: those of every matrix product.
+
+    The head is one of them, so that the embedding of a quantized checkpoint is never tied to it.
+    """
+    return frozenset(name for name in tensor_shapes(config) if name.endswith("_proj.weight")) | {HEAD}
+
+
+def with_scales(shapes: Shapes, quantized: frozenset[str]) -> Shapes:
+    """`shapes` and the scale [out] of each quantized weight among them."""
+    return shapes | {scale_name(name): shape[:1] for name, shape in shapes.items() if name in quantized}
+
+
+def scale_name(weight_name: str) -> str:
+    """Of the tensor with the scales of an int8 weight's rows."""
+    return f"{weight_name}_scale"
+
+
 def layer_prefix(index: int) -> str:
     return f"model.layers.{index}."
 

@@ -1,5 +1,6 @@
 """`sluice models`: what is in the local model cache, and how it gets there."""
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -9,12 +10,23 @@ from sluice.console import progress_bars, say, write_text
 from sluice.errors import UserError
 from sluice.home import Home, find_home
 from sluice.models.catalogue import CATALOGUE, find_entry
+from sluice.models.evaluate import WINDOW, evaluate, related_models, render
 from sluice.models.pull import building, pull
+from sluice.models.quantize import quantize
 
 DEFAULT_MODEL = CATALOGUE[0].name
 DEFAULT_SIMULATED_MODEL = "simulated"
 _SIMULATED_CONTEXT_LENGTH = 8192
 _SIMULATED_PRECISION = "sim"
+
+
+class KvChoice(StrEnum):
+    """Types of KV memory that a model is evaluated with."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BOTH = "both"
+
 
 app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 
@@ -37,6 +49,35 @@ def list_command() -> None:
     for entry in CATALOGUE:
         if entry.name not in cached:
             write_text(f"{entry.name:<28} not here yet: sluice models pull {entry.name}  ({entry.description})\n")
+
+
+@app.command("quantize")
+def quantize_command(
+    name: Annotated[str, typer.Argument(help="An fp32 model of the cache.")] = DEFAULT_MODEL,
+    out: Annotated[str | None, typer.Option(help="Name of the new model; default: NAME-int8.")] = None,
+) -> None:
+    """Make an int8 model of an fp32 one: less memory, about twice as fast."""
+    home = find_home()
+    with progress_bars() as on_progress:
+        manifest = quantize(home, name, out or f"{name}-int8", lambda fraction: on_progress("quantizing", fraction))
+    say(f"{manifest.model} is in {home.models / manifest.model}, revision {manifest.revision}")
+
+
+@app.command("evaluate")
+def evaluate_command(
+    name: Annotated[str, typer.Argument(help="A model of the cache.")] = DEFAULT_MODEL,
+    kv: Annotated[KvChoice, typer.Option(help="Type of the KV memory.")] = KvChoice.BOTH,
+    windows: Annotated[int | None, typer.Option(min=1, help="Only so many windows of 1,024 tokens.")] = None,
+) -> None:
+    """Print a model's perplexity on a fixed text, beside those of the models that it was quantized from or to."""
+    home = find_home()
+    models = related_models(home, name)
+    kv_dtypes = ("float32", "float16") if kv is KvChoice.BOTH else (kv.value,)
+    with progress_bars() as on_progress:
+        found = list(evaluate(home, models, kv_dtypes=kv_dtypes, max_windows=windows, on_progress=on_progress))
+    for line in render(found):
+        write_text(f"{line}\n")
+    write_text(f"{found[0].num_tokens} tokens in windows of {WINDOW}\n")
 
 
 @app.command("make-simulated")

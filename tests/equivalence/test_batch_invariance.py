@@ -25,7 +25,7 @@ from gpu_worker.layers.linear.port import Linear
 from gpu_worker.models import llama
 from tests.support.engine_runs import Result, collect, make_spec, run_to_end
 from tests.support.recording import RecordedLogits, record_logits
-from tests.support.tiny_models import encode, make_tiny_model
+from tests.support.tiny_models import encode, make_tiny_model, quantize_tiny
 
 NUM_OUTPUT = 14
 SHARED = encode("A prefix that several sequences have in common, longer than some blocks of memory. ")
@@ -47,10 +47,12 @@ SAMPLINGS = (
     {"temperature": 0.7, "min_p": 0.02, "seed": 7, "presence_penalty": 0.5, "frequency_penalty": 0.5},
 )
 """Of request number n: SAMPLINGS[n % 4]."""
+INT8 = "llama, int8 weights, fp16 KV"
 MODELS = {
     "llama": (4, {}),
     "mistral": (16, {"sliding_window": 37}),
     "qwen3": (8, {"head_dim": 24, "num_key_value_heads": 1}),
+    INT8: (8, {"tie_word_embeddings": True}),
 }
 """Block size and config fields of each."""
 
@@ -99,10 +101,18 @@ def spec_of(number: int, *, name: str | None = None, **fields: object) -> Sequen
 @cache
 def load_model(model_type: str) -> Model:
     block_size, fields = MODELS[model_type]
-    settings = EngineSettings(threads=1, num_blocks=160, num_host_blocks=64, block_size=block_size)
-    with tempfile.TemporaryDirectory() as directory:
-        make_tiny_model(Path(directory), model_type, context_length=160, **fields)
-        parts = load_parts(Path(directory), settings)
+    is_int8 = model_type == INT8
+    settings = EngineSettings(
+        threads=1,
+        num_blocks=160,
+        num_host_blocks=64,
+        block_size=block_size,
+        kv_dtype="float16" if is_int8 else None,
+    )
+    with tempfile.TemporaryDirectory() as root:
+        directory = Path(root) / "model"
+        make_tiny_model(directory, "llama" if is_int8 else model_type, context_length=160, **fields)
+        parts = load_parts(quantize_tiny(directory) if is_int8 else directory, settings)
     assert parts.capabilities.is_batch_invariant
     model = Model(parts=parts, settings=settings, recorded=record_logits(parts), plain_logits={}, plain_tokens={})
     for number in range(len(PROMPTS)):
@@ -244,7 +254,9 @@ class SwitchingLinear:
 def test_another_product_for_large_batches_is_noticed(monkeypatch):
     packed = LinearFactory()
     monkeypatch.setattr(
-        llama, "LinearFactory", lambda: lambda weight, bias=None: SwitchingLinear(packed(weight, bias), weight, bias)
+        llama,
+        "LinearFactory",
+        lambda: lambda weight, bias=None, _=None: SwitchingLinear(packed(weight, bias), weight, bias),
     )
     model = load_model.__wrapped__("llama")
     found = list(differences(model, range(3), Seen()))

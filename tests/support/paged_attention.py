@@ -57,14 +57,14 @@ def need_kernels() -> CpuKernels:
     return kernels
 
 
-def make_backend(name: str, shape: AttentionShape) -> AttentionBackend:
+def make_backend(name: str, shape: AttentionShape, kv_dtype: torch.dtype = torch.float32) -> AttentionBackend:
     """A backend whose memory is full of what is not a number."""
     if name == "reference":
-        reference = ReferenceAttention(shape, device=torch.device("cpu"), dtype=torch.float32)
+        reference = ReferenceAttention(shape, device=torch.device("cpu"), dtype=kv_dtype)
         for memory in (reference.keys, reference.values):
             memory[:, :-1].fill_(math.nan)
         return reference
-    backend = CpuAttention(shape, need_kernels())
+    backend = CpuAttention(shape, need_kernels(), kv_dtype)
     backend.blocks.fill_(math.nan)
     return backend
 

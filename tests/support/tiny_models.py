@@ -103,6 +103,16 @@ def make_tiny_model(
     return manifest
 
 
+def quantize_tiny(directory: Path) -> Path:
+    """The int8 form of a tiny model, in a directory beside it."""
+    from gpu_worker.artifacts.quantize import quantize_directory  # noqa: PLC0415
+
+    target = directory.with_name(f"{directory.name}-int8")
+    target.mkdir()
+    quantize_directory(directory, target, name=target.name)
+    return target
+
+
 def _tiny_fields(context_length: int, fields: dict[str, object]) -> dict[str, object]:
     rope = fields.get("rope_parameters") or {}
     assert isinstance(rope, dict)

@@ -13,11 +13,17 @@ class Linear(Protocol):
     """Whether a row's result is the same bits whatever rows stand beside it, however many, and for any number of threads."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out], T may be 0; `rows` need not be contiguous and are not changed."""
+        """[T, in] -> [T, out], T may be 0; `rows` need not be contiguous and are not changed.
+
+        What is not finite in a row makes some of its own result not finite, and touches no other row.
+        """
 
 
 class MakeLinear(Protocol):
     """How a model turns the weights of a checkpoint into what it multiplies with."""
 
-    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """The result may keep the tensors; if it packs them it keeps none of their memory."""
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> Linear:
+        """The result may keep the tensors; if it packs them it keeps none of their memory.
+
+        With a `scale` [out] the weight is int8, and stands for its rows times their scales.
+        """

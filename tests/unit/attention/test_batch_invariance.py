@@ -35,13 +35,13 @@ def _threads(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def alone(shape: AttentionShape, lengths: list[int]) -> list[torch.Tensor]:
+def alone(shape: AttentionShape, lengths: list[int], kv_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """Each sequence by itself, row after row, on one thread, its blocks in order."""
     torch.set_num_threads(1)
     results = []
     for number, length in enumerate(lengths):
         table = tuple(range(-(-length // shape.block_size)))
-        run = Run(make_backend("cpu", shape), shape, [make_heads(shape, length, number)], [table])
+        run = Run(make_backend("cpu", shape, kv_dtype), shape, [make_heads(shape, length, number)], [table])
         for _ in range(length):
             run.step([(0, 1)])
         results.append(run.result(0))
@@ -66,12 +66,13 @@ def differences(
             yield f"sequence {number}, position {position}, {threads} threads, chunks {chunks}"
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_rows_have_the_same_bits_in_any_batch_chunking_placement_and_number_of_threads(name):
+def test_rows_have_the_same_bits_in_any_batch_chunking_placement_and_number_of_threads(name, kv_dtype):
     shape = SHAPES[name]
-    expected = alone(shape, LENGTHS)
+    expected = alone(shape, LENGTHS, kv_dtype)
     for seed in range(9):
-        assert not list(differences(make_backend("cpu", shape), shape, LENGTHS, expected, seed))
+        assert not list(differences(make_backend("cpu", shape, kv_dtype), shape, LENGTHS, expected, seed))
 
 
 def test_a_context_split_over_threads_has_the_bits_of_one_that_is_not():

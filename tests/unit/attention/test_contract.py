@@ -40,6 +40,35 @@ def assert_right(run: Run, number: int) -> None:
         torch.testing.assert_close(result[layer].double(), expected, rtol=2e-5, atol=2e-5)
 
 
+def rounded(heads: Heads) -> Heads:
+    return Heads(query=heads.query, key=heads.key.half().float(), value=heads.value.half().float())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp16_memory_gives_the_attention_of_rounded_keys_and_values(backend, name):
+    shape, lengths = SHAPES[name], [130, 37]
+    run = start(lambda shape: make_backend(backend, shape, torch.float16), shape, lengths)
+    for step in random_steps(lengths, random.Random(1), CHUNKS):
+        run.step(step)
+    run.sequences = [rounded(heads) for heads in run.sequences]
+    for number in range(len(lengths)):
+        assert_right(run, number)
+
+
+def test_fp16_blocks_come_back_from_the_host():
+    run = start(lambda shape: make_backend("cpu", shape, torch.float16), SMALL, [21])
+    run.step([(0, 20)])
+    blocks, hosts, others = run.tables[0][:5], (4, 0, 2, 5, 1), (30, 31, 32, 33, 34)
+    run.backend.move(BlockMoves(to_host=tuple(zip(blocks, hosts, strict=True))))
+    run.backend.blocks[:, list(blocks)] = math.nan
+    run.backend.move(BlockMoves(from_host=tuple(zip(hosts, others, strict=True))))
+    run.tables[0] = (*others, 35)
+    run.step([(0, 1)])
+    run.sequences = [rounded(heads) for heads in run.sequences]
+    assert_right(run, 0)
+
+
 def start(make, shape: AttentionShape, lengths: list[int], seed: int = 0) -> Run:
     sequences = [make_heads(shape, length, seed + number) for number, length in enumerate(lengths)]
     return Run(make(shape), shape, sequences, place(shape, lengths, random.Random(seed)))

@@ -32,7 +32,12 @@ def test_capabilities_tell_what_is_served(directory):
     assert (capabilities.model_revision, capabilities.vocab_size) == (manifest.revision, manifest.vocab_size)
     assert (capabilities.context_length, capabilities.num_blocks, capabilities.max_running) == (64, 10, 3)
     attention = "cpu" if load_cpu_kernels() else "reference"
-    assert capabilities.details == {"device": "cpu", "threads": "1", "attention": attention}
+    assert capabilities.details == {
+        "device": "cpu",
+        "threads": "1",
+        "attention": attention,
+        "kv_dtype": "float32",
+    }
 
 
 def test_the_shorter_of_both_context_lengths_counts(directory):
@@ -67,6 +72,7 @@ def test_an_engine_without_memory_for_one_full_sequence_does_not_start(directory
     [
         ({"device": "no-such-device"}, "device 'no-such-device'"),
         ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"kv_dtype": "int4"}, "kv_dtype 'int4'"),
         ({"threads": 0}, "threads"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"memory_share": 1.5}, "memory_share"),

@@ -57,7 +57,10 @@ def test_rows_need_not_be_contiguous(make_linear):
     for rows in (wide[:, 32:96], every_second, transposed):
         assert not rows.is_contiguous()
         before = rows.clone()
-        assert torch.equal(linear(rows), linear(rows.contiguous()))
+        # The plain one may sum in another order where its numbers lie otherwise in memory.
+        torch.testing.assert_close(linear(rows), linear(rows.contiguous()))
+        if linear.is_batch_invariant:
+            assert torch.equal(linear(rows), linear(rows.contiguous()))
         assert torch.equal(rows, before)
 
 

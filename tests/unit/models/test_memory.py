@@ -58,8 +58,8 @@ class Watched:
         self._hoard = [] if is_hoarding else None
         self.highest = 0
 
-    def __call__(self, weight, bias):
-        linear = self._make(weight, bias)
+    def __call__(self, weight, bias, scale=None):
+        linear = self._make(weight, bias, scale)
         assert linear.name == "onednn"
         if self._hoard is not None:
             self._hoard.append(weight)
