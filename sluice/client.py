@@ -98,15 +98,17 @@ class SluiceClient:
         grace: timedelta | None = None,
         queue_timeout: timedelta | None = None,
         deadline: timedelta | None = None,
+        store: bool | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Accepted, then Output events, then Finished; Reconnecting in between when the connection breaks.
 
         `request_id` is the idempotency key (drawn when None): the same one attaches to the same generation, from `cursor`.
-        Leaving the iterator starts the generation's grace period; it does not cancel at once. Raises SluiceError.
+        Leaving the iterator starts the generation's grace period; it does not cancel at once. With `store` False the service
+        deletes prompt and output soon after the end. Raises SluiceError.
         """
         identity = request_id or str(uuid.uuid4())
         spec = spec_to_proto(model, source, sampling, priority_class)
-        delivery = delivery_to_proto(grace, queue_timeout, deadline)
+        delivery = delivery_to_proto(grace, queue_timeout, deadline, store=store)
 
         def call(stub: "inference_pb2_grpc.InferenceServiceAsyncStub", at: Cursor) -> Any:
             request = inference_pb2.GenerateRequest(
@@ -141,12 +143,13 @@ class SluiceClient:
         request_id: str | None = None,
         priority_class: str = "standard",
         grace: timedelta | None = None,
+        store: bool | None = None,
     ) -> Accepted:
         """Commit a generation that nobody needs to watch; read it later with `stream` or `get`. Raises SluiceError."""
         request = inference_pb2.CreateGenerationRequest(
             request_id=request_id or str(uuid.uuid4()),
             spec=spec_to_proto(model, source, sampling, priority_class),
-            delivery=delivery_to_proto(grace, None, None),
+            delivery=delivery_to_proto(grace, None, None, store=store),
         )
         answer = await self._unary(lambda stub, **options: stub.CreateGeneration(request, **options))
         return accepted_from_proto(answer.accepted)

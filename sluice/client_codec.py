@@ -76,11 +76,11 @@ def _sampling_to_proto(sampling: Sampling) -> types_pb2.Sampling:
 
 
 def delivery_to_proto(
-    grace: timedelta | None, queue_timeout: timedelta | None, deadline: timedelta | None
+    grace: timedelta | None, queue_timeout: timedelta | None, deadline: timedelta | None, *, store: bool | None = None
 ) -> types_pb2.Delivery:
     """None leaves a value to the server's default."""
     return types_pb2.Delivery(
-        grace=_duration(grace), queue_timeout=_duration(queue_timeout), deadline=_duration(deadline)
+        grace=_duration(grace), queue_timeout=_duration(queue_timeout), deadline=_duration(deadline), store=store
     )
 
 
