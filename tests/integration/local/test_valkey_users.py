@@ -13,16 +13,21 @@ import redis
 import yaml
 from redis.exceptions import NoPermissionError, ResponseError
 
-from service_kit.ids import GatewayId, new_generation_id
+from service_kit.errors import QuotaExceededError
+from service_kit.ids import GatewayId, KeyId, TenantId, new_generation_id
 from sluice.local.valkey import LocalValkey, _binary
 from sluice.local.valkey_users import RULES
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.port import SealItem
 from state_store.delta_log.redis_log import RedisDeltaLog
 from state_store.errors import LogUnavailableError
-from tests.support.delta_logs import SUCCEEDED
+from state_store.quota.port import QuotaCharge, QuotaSettlement, QuotaSubject
+from state_store.quota.redis_quota import RedisQuota
+from state_store.tenants import QuotaLimits
+from tests.support.delta_logs import SUCCEEDED, database_url
 
 COMPOSE = Path(__file__).parents[3] / "docker-compose.yml"
+QUOTA_DATABASE = 11
 LUA_DIRECTORIES = {
     "gateway": ["state_store/quota/lua"],
     "scheduler": ["state_store/delta_log/lua", "scheduler/queue/lua", "state_store/quota/lua"],
@@ -130,6 +135,44 @@ async def test_the_gateways_user_reads_watches_and_hears_a_log_that_the_schedule
     finally:
         await gateway.aclose()
         await scheduler.aclose()
+
+
+async def test_the_gateways_user_reserves_and_the_schedulers_user_settles_quotas(
+    valkey_server: LocalValkey,
+) -> None:
+    own = {user: database_url(valkey_server.url_of(user), QUOTA_DATABASE) for user in ("admin", "gateway", "scheduler")}
+    clients = [connect_redis(own[user]) for user in ("gateway", "scheduler")]
+    gateway, scheduler = (RedisQuota(client) for client in clients)
+    limits = QuotaLimits(max_concurrent=1)
+    subject = QuotaSubject(
+        tenant_id=TenantId("t"), key_id=KeyId("k"), tenant_limits=limits, key_limits=QuotaLimits(tokens_per_minute=100)
+    )
+    charge = QuotaCharge(
+        generation_id=new_generation_id(),
+        tenant_id=subject.tenant_id,
+        key_id=subject.key_id,
+        prompt_tokens=1,
+        max_output_tokens=2,
+    )
+    settlement = QuotaSettlement(
+        generation_id=charge.generation_id, tenant_id=charge.tenant_id, key_id=charge.key_id, used_tokens=2
+    )
+    with redis.Redis.from_url(own["admin"]) as admin:
+        admin.flushdb()
+    try:
+        assert await scheduler.begin_rebuild()
+        await scheduler.mark_ready()
+        assert {standing.remaining for standing in await gateway.reserve(charge, subject)} == {0, 97}
+        with pytest.raises(QuotaExceededError):
+            await gateway.look(subject)
+        await scheduler.bind_many([charge])
+        await scheduler.due_many(limit=10)
+        await scheduler.settle_many([settlement])
+        assert {standing.remaining for standing in await gateway.look(subject)} == {1, 98}
+        await gateway.release_many([charge])
+    finally:
+        for client in clients:
+            await client.aclose()
 
 
 @pytest.mark.parametrize(
