@@ -1,6 +1,6 @@
 """Days of old rows go with their partition: not before their time, and never in anybody's way."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
@@ -46,19 +46,15 @@ async def lived(store: PostgresStore, generation_id: GenerationId, *, ended_at: 
 
 
 @pytest.fixture
-def old_dsn(make_store_dsn: Callable[[], str]) -> str:
+def old_dsn(store_admin: str) -> str:
     """With partitions for two old days and the present ones."""
-    dsn = make_store_dsn()
-    ensure_partitions(dsn, OLD, days_ahead=1)
-    return dsn
+    ensure_partitions(store_admin, OLD, days_ahead=1)
+    return store_admin
 
 
 @pytest.fixture
-async def store(old_dsn: str) -> AsyncIterator[PostgresStore]:
-    store = PostgresStore(old_dsn)
-    await store.open()
-    yield store
-    await store.close()
+def store(emptied_postgres_store: PostgresStore) -> PostgresStore:
+    return emptied_postgres_store
 
 
 async def test_a_day_goes_with_all_its_rows_when_its_time_is_over(old_dsn: str, store: PostgresStore) -> None:
