@@ -146,6 +146,20 @@ async def test_output_of_a_tenant_without_entries_counts_when_it_comes_back(unde
     assert await order(under_test) == "bbbaba"
 
 
+async def test_a_counter_above_that_of_a_tenant_that_waits_long_is_not_forgotten(under_test: QueueUnderTest) -> None:
+    starving = [
+        entry_of("starving", arrived_ms=ms, prompt_tokens=10, priority_class=PriorityClass.BATCH) for ms in range(3)
+    ]
+    await under_test.add(*starving)
+    await charge(under_test, "a", 25)
+    await charge(under_test, "b", 1000)
+    # b's floor of 1000 is above a's 25, but who comes to wait is lifted to the 0 of the one that waits.
+    await under_test.add(entry_of("b", priority_class=PriorityClass.INTERACTIVE))
+    await under_test.queue.ack_many(await under_test.pop(max_entries=1))
+    await under_test.add(entry_of("a", prompt_tokens=10, priority_class=PriorityClass.BATCH))
+    assert await order(under_test) == "starving" * 3 + "a"
+
+
 async def test_a_delayed_entry_makes_no_tenant_wait(under_test: QueueUnderTest) -> None:
     await under_test.add(entry_of("late", ready_at=ARRIVAL + timedelta(seconds=1)))
     await under_test.add(*(entry_of(tenant, arrived_ms=ms, prompt_tokens=10) for tenant in "ab" for ms in range(10)))
