@@ -99,12 +99,12 @@ class Retention:
         """Logs of ended generations that were not closed, because their scheduler died or Redis was away between the commit
         and that: unclosed they would be kept as long as live ones are. One page in each round."""
         unsealed, self._place = await self._log.unsealed_page(self._place, limit=LOG_KEYS)
-        for start in range(0, len(unsealed), BATCH):
-            records = await self._store.get_many(unsealed[start : start + BATCH])
-            over = [record for record in records if record is not None and record.state.is_terminal]
-            if over:
-                await self._close_logs(over)
-                _log.warning("forgotten_logs_closed", count=len(over))
+        ended = await self._store.ended_many(unsealed) if unsealed else []
+        for start in range(0, len(ended), BATCH):
+            records = await self._store.get_many(ended[start : start + BATCH])
+            await self._close_logs([record for record in records if record is not None])
+        if ended:
+            _log.warning("forgotten_logs_closed", count=len(ended))
 
     async def prune_sessions(self) -> None:
         kept = self._settings.sessions_kept

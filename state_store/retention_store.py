@@ -34,6 +34,9 @@ class RetentionStore(Protocol):
         """Deletes prompt, output and stop strings of those that have ended and are not stored; returns of how many. The
         rows, their token counts and their ledger rows stay. Idempotent."""
 
+    async def ended_many(self, generation_ids: Sequence[GenerationId]) -> list[GenerationId]:
+        """Those of them that have ended, by id."""
+
     async def prune_sessions(self, *, kept: timedelta, limit: int, now: datetime | None = None) -> int:
         """Deletes sessions that are over, whose lease ended at least `kept` ago and that no RUNNING row names; returns
         how many."""

@@ -41,6 +41,10 @@ class MemoryRetention(MemoryPart):
             )
         return len(over)
 
+    async def ended_many(self, generation_ids: Sequence[GenerationId]) -> list[GenerationId]:
+        records = [self._data.generations.get(generation_id) for generation_id in sorted(set(generation_ids))]
+        return [record.generation_id for record in records if record is not None and record.state.is_terminal]
+
     async def prune_sessions(self, *, kept: timedelta, limit: int, now: datetime | None = None) -> int:
         latest = self._at(now) - kept
         over = [

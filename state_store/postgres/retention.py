@@ -33,6 +33,10 @@ WITH over AS MATERIALIZED (
 )
 SELECT generation_id FROM over
 """
+ENDED = """
+SELECT g.generation_id FROM generations g
+WHERE g.generation_id = ANY(%(generation_ids)s::uuid[]) AND g.finished_at IS NOT NULL ORDER BY g.generation_id
+"""
 PRUNE_SESSIONS = """
 WITH over AS MATERIALIZED (
     SELECT s.session_id FROM worker_sessions s
@@ -65,6 +69,10 @@ class PostgresRetention(PostgresPart):
         if not ids:
             return 0
         return len(await self._database.fetch(DELETE_TEXTS, {"generation_ids": ids, "now": now}))
+
+    async def ended_many(self, generation_ids: Sequence[GenerationId]) -> list[GenerationId]:
+        found = await self._database.fetch(ENDED, {"generation_ids": known_ids(generation_ids)})
+        return [GenerationId(str(row["generation_id"])) for row in found]
 
     async def prune_sessions(self, *, kept: timedelta, limit: int, now: datetime | None = None) -> int:
         return len(await self._database.fetch(PRUNE_SESSIONS, {"kept": kept, "limit": limit, "now": now}))

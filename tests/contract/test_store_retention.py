@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+from service_kit.ids import GenerationId, new_generation_id
 from service_kit.sampling import FinishReason
 from state_store.model import CancelCause, GenerationRecord, State
 from tests.support.generations import (
@@ -76,6 +77,14 @@ async def test_texts_of_a_stored_or_a_live_generation_are_never_deleted(store: S
     assert await state_of(store, stored) == stored
     assert await state_of(store, live) == live
     assert await store.read_output_many([stored.generation_id]) == [output(3)]
+
+
+async def test_those_that_have_ended_are_told_from_the_others(store: Store) -> None:
+    ended, live, other = await _ended(store), await running(store), await _ended(store, is_stored=False)
+    ids = [record.generation_id for record in (other, live, ended)]
+    assert await store.ended_many([*ids, new_generation_id(), GenerationId("nonsense")]) == sorted(
+        [ended.generation_id, other.generation_id]
+    )
 
 
 async def test_sessions_that_are_over_are_pruned_when_their_time_is_over_and_no_row_names_them(store: Store) -> None:

@@ -53,6 +53,7 @@ HOT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "prune": (reads._PRUNE_REQUEST_KEYS, NOW | {"limit": 100}),
     "unstored_page": (retention.UNSTORED_PAGE, PAGE | NOW | {"kept": timedelta(seconds=15)}),
+    "ended": (retention.ENDED, IDS),
     "delete_texts": (retention.DELETE_TEXTS, IDS | NOW),
     "running_by_session": (overview.RUNNING_BY_SESSION, {}),
     "queued_rows": (overview.QUEUED_ROWS, {}),
@@ -82,6 +83,7 @@ BY_ID = (
     "stored_ends",
     "read_output",
     "quota_records",
+    "ended",
     "delete_texts",
 )
 """Those that name the ids they are about: they are planned for no other day than the ids'."""
