@@ -164,6 +164,7 @@ async def _keep_partitions(config: SchedulerConfig) -> None:
             in_use=report.in_use,
             locked=report.locked,
             deleted_strays=report.deleted_strays,
+            slowest_s=round(report.slowest_drop.total_seconds(), 3),
         )
 
 

@@ -43,13 +43,14 @@ WITH over AS MATERIALIZED (
 )
 DELETE FROM generations_default g USING over WHERE g.generation_id = over.generation_id
 """
+# The request id of a live generation has no expiry, and its row is QUEUED or RUNNING.
 _IS_IN_USE = """
 SELECT EXISTS (SELECT FROM {partition} WHERE state = 'QUEUED')
     OR EXISTS (SELECT FROM {partition} WHERE state = 'RUNNING')
     OR EXISTS (
         SELECT FROM request_keys
         WHERE generation_id >= %(low)s::uuid AND generation_id < %(high)s::uuid
-            AND (expires_at IS NULL OR expires_at >= %(now)s::timestamptz)
+            AND expires_at >= %(now)s::timestamptz
     )
 """
 
@@ -57,12 +58,13 @@ SELECT EXISTS (SELECT FROM {partition} WHERE state = 'QUEUED')
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedPartitions:
     """What one round of `drop_partitions` did. `in_use` wait for a live generation or a request id that is still in force,
-    `locked` for a moment without a long transaction."""
+    `locked` for a moment without a long transaction. `slowest_drop` is the longest that one partition took."""
 
     dropped: tuple[str, ...] = ()
     in_use: tuple[str, ...] = ()
     locked: tuple[str, ...] = ()
     deleted_strays: int = 0
+    slowest_drop: timedelta = timedelta(0)
 
 
 def lowest_id(at: datetime) -> UUID:
@@ -112,7 +114,7 @@ def drop_partitions(
     A day stays whole while one of its generations lives, and while one of its request ids is in force: that one has to
     stand for its generation until 24 h after the end.
     """
-    dropped: list[str] = []
+    dropped: dict[str, float] = {}
     in_use: list[str] = []
     locked: list[str] = []
     with _connect(dsn, lock_timeout) as connection:
@@ -122,13 +124,21 @@ def drop_partitions(
                 continue
             # The generations go last: while they are there, the next round finds the rest of a half-dropped day.
             for table in reversed(PARTITIONED_TABLES):
-                name = partition_of(table, day)
-                if _exists(connection, name):
-                    (dropped if _drop(connection, table, name) else locked).append(name)
-                if name in locked:
+                name, started = partition_of(table, day), time.perf_counter()
+                if not _exists(connection, name):
+                    continue
+                if not _drop(connection, table, name):
+                    locked.append(name)
                     break
+                dropped[name] = time.perf_counter() - started
         strays = _delete_strays(connection, now, kept=kept, limit=max_strays)
-    return DroppedPartitions(dropped=tuple(dropped), in_use=tuple(in_use), locked=tuple(locked), deleted_strays=strays)
+    return DroppedPartitions(
+        dropped=tuple(dropped),
+        in_use=tuple(in_use),
+        locked=tuple(locked),
+        deleted_strays=strays,
+        slowest_drop=timedelta(seconds=max(dropped.values(), default=0.0)),
+    )
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from psycopg import sql
 from state_store.postgres.partitions import ensure_partitions
 
 DAY = timedelta(days=1)
-TABLES = ("generations", "attempts", "chunks", "request_keys", "worker_sessions")
 _PARTITIONED = re.compile(r"^(generations|attempts|chunks)_p\d{8}$")
 
 # The time bits of an id and random ones behind them: what a UUIDv7 is, at any time.
