@@ -115,7 +115,7 @@ class Dispatcher:
     ) -> list[_Destination]:
         """With several sessions to choose from, the prompts are looked at."""
         sessions = {session.session.session_id: session for session in rooms}
-        candidates = [_candidate(session, room) for session, room in rooms.items()]
+        candidates = [self._candidate(session, room) for session, room in rooms.items()]
         digests = await self._digests(model_key, popped, candidates) if len(candidates) > 1 else [{}] * len(popped)
         items = [
             Routable(
@@ -133,6 +133,20 @@ class Dispatcher:
             _Destination(popped=each, session=sessions[found.session_id], route=found)
             for each, found in zip(popped, routes, strict=True)
         ]
+
+    def _candidate(self, session: WorkerSession, room: SessionRoom) -> Candidate:
+        return Candidate(
+            session_id=session.session.session_id,
+            block_size=session.session.block_size,
+            max_running=session.session.max_running,
+            max_entries=room.max_entries,
+            max_tokens=room.max_tokens,
+            max_charged=room.max_charged,
+            num_attempts=session.table.num_outstanding(),
+            tokens_to_fill=session.table.tokens_to_fill(),
+            recent_tokens=session.recent_work.at(self._clock()),
+            prefixes=session.cached_prefixes,
+        )
 
     async def _digests(
         self, model_key: ModelKey, popped: Sequence[Popped], candidates: Sequence[Candidate]
@@ -182,6 +196,7 @@ class Dispatcher:
         context_tokens, found = destination.popped.entry.max_tokens, destination.route
         destination.session.expect(record, context_tokens=context_tokens, cached_tokens=found.cached_tokens)
         destination.session.cached_prefixes.expect(found.digests, now_s=self._clock())
+        destination.session.recent_work.add(context_tokens - found.cached_tokens, now_s=self._clock())
         record_span(
             "scheduler.queue_wait",
             start_unix_ns=int(record.created_at.timestamp() * 1e9),
@@ -219,17 +234,3 @@ class Dispatcher:
 def _at_most(number: int, by_class: ByClass) -> ByClass:
     interactive, standard, batch = (min(number, each) for each in by_class)
     return interactive, standard, batch
-
-
-def _candidate(session: WorkerSession, room: SessionRoom) -> Candidate:
-    return Candidate(
-        session_id=session.session.session_id,
-        block_size=session.session.block_size,
-        max_running=session.session.max_running,
-        max_entries=room.max_entries,
-        max_tokens=room.max_tokens,
-        max_charged=room.max_charged,
-        num_attempts=session.table.num_outstanding(),
-        tokens_to_fill=session.table.tokens_to_fill(),
-        prefixes=session.cached_prefixes,
-    )

@@ -3,6 +3,9 @@
 The cost of a session for an entry, in tokens: of the entry what is not cached there, of what was given to it before what is
 not computed yet, and the slots in use. The cached part is the longest run of leading blocks that the session announced, or
 that an earlier assignment will have left there. (After Preble, arXiv:2407.00023, and the cost of Dynamo's KV router.)
+
+Without load that would send everything that begins alike to one session. So one that has lately been given clearly more
+than the others costs more, until some of it has moved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +17,14 @@ from service_kit.ids import SessionId
 from service_kit.prefix_hash import block_hashes, digest_of, prefix_root
 from state_store.model import PriorityClass
 
-BATCH_COST_TOKENS = 4096
+BATCH_COST_TOKENS = 2048
 """What a full batch costs a newcomer beside an empty one, in tokens of prefill: each of its own steps takes longer."""
+EVEN_SHARE = 1.1
+"""Of the mean recent work of all candidates; who was given more, and more than the slack, is to get less."""
+UNEVEN_SLACK_TOKENS = 256
+"""So much more is nothing to talk of: a few conversations stay where they are."""
+UNEVEN_COST = 2.0
+"""What each token beyond that costs."""
 LOWER_CLASS_SHARE = 0.5
 """Attempts of lower classes count for less: they are computed later, and give up their memory."""
 
@@ -45,6 +54,8 @@ class Candidate:
     max_charged: int
     num_attempts: ByClass
     tokens_to_fill: ByClass
+    recent_tokens: float
+    """Given to it to compute lately."""
     prefixes: KnownPrefixes
 
 
@@ -93,7 +104,8 @@ def route(items: Sequence[Routable], candidates: Sequence[Candidate], *, now_s: 
             for session_id, place in places.items()
             if session_id == item.session_id or (session_id not in item.kept and place.fits(item))
         ]
-        best = min(fitting, key=lambda place: place.cost(item))
+        even = EVEN_SHARE * sum(place.recent_tokens for place in places.values()) / len(places)
+        best = min(fitting, key=lambda place: (place.cost(item, even), place.recent_tokens))
         best.count(item, +1)
         routes.append(best.take(item))
     return routes
@@ -111,6 +123,7 @@ class _Place:
         self._num_attempts = list(candidate.num_attempts)
         self._tokens_to_fill = list(candidate.tokens_to_fill)
         self._coming: set[int] = set()
+        self.recent_tokens = candidate.recent_tokens
 
     def count(self, item: Routable, sign: int) -> None:
         self._num_entries += sign
@@ -125,11 +138,13 @@ class _Place:
             and self._num_charged + item.is_charged <= max(limits.max_charged, self._num_charged)
         )
 
-    def cost(self, item: Routable) -> float:
+    def cost(self, item: Routable, even: float) -> float:
+        """In tokens. `even` is the recent work that nobody need be above."""
         rank = item.priority_class.rank
         slots = _weighted(self._num_attempts, rank) / self._candidate.max_running
         uncached = item.max_tokens - self._cached_tokens(item)
-        return uncached + _weighted(self._tokens_to_fill, rank) + BATCH_COST_TOKENS * slots
+        uneven = max(0.0, self.recent_tokens - even - UNEVEN_SLACK_TOKENS)
+        return uncached + _weighted(self._tokens_to_fill, rank) + BATCH_COST_TOKENS * slots + UNEVEN_COST * uneven
 
     def take(self, item: Routable) -> Route:
         rank, digests = item.priority_class.rank, self._digests(item)
@@ -137,6 +152,7 @@ class _Place:
         self._num_attempts[rank] += 1
         self._tokens_to_fill[rank] += item.max_tokens - cached_tokens
         self._coming.update(digests)
+        self.recent_tokens += item.max_tokens - cached_tokens
         return Route(session_id=self._candidate.session_id, cached_tokens=cached_tokens, digests=digests)
 
     def _digests(self, item: Routable) -> Digests:

@@ -11,6 +11,8 @@ BlocksByClass = tuple[int, int, int]
 EXPECTED_FOR_S = 10.0
 """How long a prefix is believed to come that was sent to a worker and that it has not announced: longer than a prefill."""
 MAX_EXPECTED_DIGESTS = 1 << 16
+RECENT_HALF_LIFE_S = 10.0
+"""How fast work that was given to a worker is forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,21 @@ def room_by_class(reported: Sequence[int], *, num_free_blocks: int) -> BlocksByC
         raise ValueError(f"room_blocks has {len(reported)} entries, there are {len(PriorityClass)} classes")
     interactive, standard, batch = reported
     return interactive, standard, batch
+
+
+class RecentWork:
+    """Tokens that one worker was given to compute, of which those of some time ago count for less and less."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._at_s = 0.0
+
+    def add(self, tokens: int, *, now_s: float) -> None:
+        self._tokens = self.at(now_s) + tokens
+        self._at_s = now_s
+
+    def at(self, now_s: float) -> float:
+        return self._tokens * 0.5 ** ((now_s - self._at_s) / RECENT_HALF_LIFE_S)
 
 
 class ExpectedPrefixes:

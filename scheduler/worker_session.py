@@ -16,7 +16,7 @@ from scheduler.news_writer import NewsWriter
 from scheduler.output_charges import OutputCharges
 from scheduler.policy import Capacity, prefix_salt
 from scheduler.retry import until_available
-from scheduler.session_load import PrefixSet, SessionLoad
+from scheduler.session_load import PrefixSet, RecentWork, SessionLoad
 from scheduler.session_stream import SessionStream, StreamEnd
 from service_kit.internal_access import InternalAccess
 from service_kit.logging import get_logger
@@ -63,6 +63,7 @@ class WorkerSession:
         self.table = AttemptTable()
         self.load = SessionLoad()
         self.cached_prefixes = PrefixSet()
+        self.recent_work = RecentWork()
         self.last_heard_s = surroundings.clock()
         self.is_ready = False
         self.greeted = asyncio.Event()

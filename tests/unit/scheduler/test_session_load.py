@@ -3,7 +3,7 @@ import pytest
 from inference.internal.v1 import worker_pb2
 from scheduler.codec import decode_load
 from scheduler.policy import LOOK_AHEAD, Capacity, prefix_salt, room_of
-from scheduler.session_load import EXPECTED_FOR_S, ExpectedPrefixes, PrefixSet
+from scheduler.session_load import EXPECTED_FOR_S, RECENT_HALF_LIFE_S, ExpectedPrefixes, PrefixSet, RecentWork
 
 
 def capacity(**changes):
@@ -121,3 +121,11 @@ def test_of_too_many_expected_prefixes_the_oldest_are_forgotten():
     assert len(expected) == 3
     expected.add([6], now_s=EXPECTED_FOR_S + 1.0)
     assert len(expected) == 2, "those that did not come"
+
+
+def test_recent_work_is_forgotten_by_and_by():
+    work = RecentWork()
+    work.add(100, now_s=0.0)
+    assert work.at(RECENT_HALF_LIFE_S) == pytest.approx(50)
+    work.add(50, now_s=RECENT_HALF_LIFE_S)
+    assert work.at(2 * RECENT_HALF_LIFE_S) == pytest.approx(50)
