@@ -235,6 +235,17 @@ async def test_a_release_gives_back_whole_what_is_not_bound(under_test: QuotaUnd
     assert await under_test.used_by_tenant() == [1, 10, 1, 10, 10]
 
 
+async def test_a_release_of_the_newest_charge_brings_the_reset_back(under_test: QuotaUnderTest) -> None:
+    subject = limited(QuotaScope.TENANT, QuotaKind.REQUESTS_PER_MINUTE, 9)
+    await under_test.quota.reserve(under_test.charge(10), subject)
+    under_test.clock.advance(20 * SECOND)
+    released = under_test.charge(10)
+    await under_test.quota.reserve(released, subject)
+    await under_test.quota.release_many([released])
+    (left,) = await under_test.quota.look(subject)
+    assert (left.remaining, left.reset) == (8, timedelta(seconds=40.75))
+
+
 async def test_repeating_a_reservation_charges_nothing_even_at_the_limit(under_test: QuotaUnderTest) -> None:
     subject, charge = limited(QuotaScope.TENANT, QuotaKind.MAX_CONCURRENT, 1), under_test.charge()
     first = await under_test.quota.reserve(charge, subject)
