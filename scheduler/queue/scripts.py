@@ -13,12 +13,12 @@ _LUA = Path(__file__).parent / "lua"
 _SHARED = ("prelude", "fairness", "entries")
 
 
-def _script(name: str) -> LuaScript:
-    return LuaScript(*(_LUA / f"{part}.lua" for part in (*_SHARED, name)))
+def _script(*parts: str) -> LuaScript:
+    return LuaScript(*(_LUA / f"{part}.lua" for part in (*_SHARED, *parts)))
 
 
 ENQUEUE = _script("enqueue")
-POP = _script("pop")
+POP = _script("rooms", "pop")
 ACK = _script("ack")
 DROP = _script("drop")
 RETURN = _script("return")

@@ -24,6 +24,14 @@ async def test_a_pop_takes_no_more_entries_than_asked_for_or_than_there_is_room_
     assert await under_test.pop_entries() == entries[99:]
 
 
+async def test_a_pop_may_take_thousands(under_test: QueueUnderTest) -> None:
+    entries = [entry_of(arrived_ms=ms, deadline_at=ARRIVAL + timedelta(hours=1)) for ms in range(2500)]
+    await under_test.add(*entries)
+    assert await under_test.pop_entries(room_of(entries=2500), max_entries=2500) == entries
+    depth = await under_test.queue.depth(MODEL)
+    assert (depth.num_queued, depth.in_flight) == (0, 2500)
+
+
 async def test_what_does_not_fit_is_looked_past_and_keeps_its_place(under_test: QueueUnderTest) -> None:
     first, second, third = (entry_of(arrived_ms=ms, max_tokens=tokens) for ms, tokens in ((0, 60), (1, 50), (2, 10)))
     lower = entry_of(priority_class=BATCH, max_tokens=5)

@@ -253,7 +253,7 @@ def test_the_scripts_and_the_memory_twin_do_the_same(request: pytest.FixtureRequ
             run_state_machine_as_test(
                 Machine,
                 settings=settings(
-                    max_examples=40,
+                    max_examples=30,
                     stateful_step_count=30,
                     deadline=None,
                     database=None,

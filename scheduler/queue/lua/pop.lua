@@ -12,66 +12,19 @@ local now, pop_id, max_entries = now_us(ARGV[1]), ARGV[2], tonumber(ARGV[3])
 local held_until, patience, earmarked_until = now + tonumber(ARGV[4]), tonumber(ARGV[5]), now + tonumber(ARGV[6])
 local max_passed, max_passed_of_tenant, max_oversized = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
 local counter_limit, window = tonumber(ARGV[10]), tonumber(ARGV[11])
-local FIRST_THRESHOLD, FIRST_ROOM, ROOM_SIZE = 12, 15, 9
+local FIRST_THRESHOLD, FIRST_ROOM = 12, 15
 local turn = tonumber(call('HGET', META, 'turn') or '0')
-local answers, num_popped, rooms = {}, 0, {}
+local answers, num_popped = {}, 0
 local new_floor -- what the tenant served last had before
 local passed, num_seen, num_passed, num_oversized = {}, 0, 0, 0
 local num_passed_by_tenant, closed_tenants, is_over = {}, {}, false
-local largest_capacity = 0
 
-local function open_room(first)
-  local room = {
-    session = ARGV[first], max_entries = {}, max_tokens = {}, capacity = tonumber(ARGV[first + 7]),
-    max_charged = tonumber(ARGV[first + 8]), num_popped = 0, tokens_popped = 0, num_charged = 0
-  }
-  for rank = 0, NUM_CLASSES - 1 do
-    room.max_entries[rank] = tonumber(ARGV[first + 1 + rank])
-    room.max_tokens[rank] = tonumber(ARGV[first + 4 + rank])
-  end
-  largest_capacity = math.max(largest_capacity, room.capacity)
-  local generation = call('HGET', EARMARKS, room.session)
-  if generation then
-    set_earmark(room.session, generation, earmarked_until)
-    room.earmark, room.earmark_rank = generation, find(generation).rank
-  end
-  return room
-end
+-- What the entries taken change in structures that nothing in this script reads before its end: written in one piece.
+local flights, pops, deadlines, changes = {}, {}, {}, {}
 
--- Whether the session could take an entry of this class (exactly this one) if it were small enough.
-local function is_open(room, rank, charged, generation)
-  if room.num_popped >= room.max_entries[rank] or (charged == 1 and room.num_charged >= room.max_charged) then
-    return false
-  end
-  return not room.earmark or rank < room.earmark_rank or room.earmark == generation
-end
-
-local function is_lane_open(rank, charged)
-  for _, room in ipairs(rooms) do
-    if is_open(room, rank, charged) then
-      return true
-    end
-  end
-  return false
-end
-
-local function tokens_left(room, rank)
-  return room.max_tokens[rank] - room.tokens_popped
-end
-
-local function fits(room, generation, entry)
-  return is_open(room, entry.rank, entry.charged, generation) and entry.max_tokens <= tokens_left(room, entry.rank)
-end
-
--- The one with most tokens left, the first of equals, of the rooms that `is_able` accepts.
-local function roomiest(rank, is_able)
-  local best
-  for _, room in ipairs(rooms) do
-    if is_able(room) and (not best or tokens_left(room, rank) > tokens_left(best, rank)) then
-      best = room
-    end
-  end
-  return best
+local function change(key, field, by)
+  changes[key] = changes[key] or {}
+  changes[key][field] = (changes[key][field] or 0) + by
 end
 
 local function take(generation, entry, packed, room)
@@ -81,13 +34,21 @@ local function take(generation, entry, packed, room)
       other.earmark = nil
     end
   end
-  count(generation, entry, -1)
   local id = pop_id .. ':' .. num_popped
-  call('ZADD', IN_FLIGHT, int(held_until), generation)
-  call('HSET', POPS, generation, id)
-  bump(TENANT_IN_FLIGHT, entry.tenant, 1)
+  flights[#flights + 1], flights[#flights + 2] = int(held_until), generation
+  pops[#pops + 1], pops[#pops + 2] = generation, id
+  if entry.deadline > 0 then
+    deadlines[#deadlines + 1] = generation
+  end
+  change(COUNTS, 'r' .. entry.rank, -1)
+  change(COUNTS, 'p' .. entry.rank, -entry.prompt_tokens)
+  change(TENANT_REQUESTS, entry.tenant, -1)
+  change(TENANT_TOKENS, entry.tenant, -entry.prompt_tokens)
+  change(TENANT_IN_FLIGHT, entry.tenant, 1)
   new_floor = active_counter(entry.tenant)
-  add_to_active(entry.tenant, entry.cost)
+  if entry.cost ~= 0 then
+    set_active_counter(entry.tenant, new_floor + entry.cost)
+  end
   room.num_popped, room.tokens_popped = room.num_popped + 1, room.tokens_popped + entry.max_tokens
   room.num_charged = room.num_charged + entry.charged
   num_popped, turn = num_popped + 1, (turn + 1) % TURN
@@ -192,6 +153,9 @@ end
 
 -- The first head of a lane, by counter, tenant, order and id; walks over tenants whose heads were all looked past.
 local function head_of_lane(lane)
+  if not is_lane_used(lane) then
+    return nil
+  end
   local index = 0
   while true do
     local found = call('ZRANGE', tenants_key(lane), index, index, 'WITHSCORES')
@@ -252,8 +216,24 @@ local function pick()
   return false
 end
 
--- Entries popped in this window of time and in the one before, and the floor.
-local function note_pops()
+-- One command for many values, in pieces that Lua's stack holds; none for none.
+local function call_with_all(command, key, values)
+  local PIECE = 2000
+  for first = 1, #values, PIECE do
+    call(command, key, unpack(values, first, math.min(first + PIECE - 1, #values)))
+  end
+end
+
+-- Writes what was taken: flights, counts, entries popped in this window of time and in the one before, and the floor.
+local function write_pops()
+  call_with_all('ZADD', IN_FLIGHT, flights)
+  call_with_all('HSET', POPS, pops)
+  call_with_all('ZREM', DEADLINES, deadlines)
+  for key, fields in pairs(changes) do
+    for field, by in pairs(fields) do
+      bump(key, field, by)
+    end
+  end
   local known = call('HMGET', META, 'window', 'popped', 'popped_before')
   local current, number = tonumber(known[1] or '0'), math.floor(now / window)
   local popped, before = tonumber(known[2] or '0'), tonumber(known[3] or '0')
@@ -268,12 +248,12 @@ expire(now)
 ripen(now)
 expire_earmarks(now)
 for first = FIRST_ROOM, #ARGV, ROOM_SIZE do
-  rooms[#rooms + 1] = open_room(first)
+  open_room(first, earmarked_until)
 end
 while num_popped < max_entries and pick() do
 end
 if num_popped > 0 then
-  note_pops()
+  write_pops()
 end
 prune_and_rebase(counter_limit)
 

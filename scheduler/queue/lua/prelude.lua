@@ -84,13 +84,19 @@ local function used_lanes()
   return lanes_in_use
 end
 
-local function use_lane(lane)
+local function is_lane_used(lane)
   for _, used in ipairs(used_lanes()) do
     if used == lane then
-      return
+      return true
     end
   end
-  lanes_in_use[#lanes_in_use + 1] = lane
+  return false
+end
+
+local function use_lane(lane)
+  if not is_lane_used(lane) then
+    lanes_in_use[#lanes_in_use + 1] = lane
+  end
 end
 
 local function arrivals_key(lane) -- sorted set: waiting generation by arrival
