@@ -151,6 +151,11 @@ def details_fields(details: Details) -> Row:
     return facts
 
 
+def printable(text: Value) -> str:
+    """One line without control characters: a model's words must not steer the operator's terminal."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text))
+
+
 def timeline(details: Details) -> list[Row]:
     """What happened, in this order."""
     record = details.record

@@ -24,6 +24,7 @@ from sluice.generations import (
     generation_fields,
     parse_class,
     parse_states,
+    printable,
     timeline,
 )
 from sluice.listing import Format, write_facts, write_rows
@@ -118,7 +119,8 @@ def show_command(
         fields = details_fields(details) | {"timeline": timeline(details)}
         write_text(f"{json.dumps(fields, indent=2, default=datetime.isoformat)}\n")
         return
-    write_facts(details_fields(details), form)
+    facts = details_fields(details)
+    write_facts({name: printable(value) if name == "output" else value for name, value in facts.items()}, form)
     if form is Format.TABLE:
         write_text("\n")
         write_rows(TIMELINE_COLUMNS, timeline(details), form, shown=TIMELINE_SHOWN)

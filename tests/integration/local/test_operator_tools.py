@@ -180,6 +180,8 @@ def test_texts_are_shown_where_they_are_asked_for(tools: Tools) -> None:
     finished = tools.json("generations", "show", tools.finished.generation_id, "--text")
     assert finished["output"] == output(4).text
     assert finished["prompt_token_ids"] == list(map(str, PROMPT))
+    table = tools.run("generations", "show", tools.finished.generation_id, "--text").stdout
+    assert r"é0\x00é3" in table, "without control characters"
     running = tools.json("generations", "show", tools.running.generation_id, "--text")
     assert running["output"] == "<1><2>", "of a live one what the log has"
 
