@@ -26,6 +26,8 @@ from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import DeltaLogReader, DeltaLogWriter
 from state_store.model import GenerationRecord, ModelKey, NewGeneration, PriorityClass, SessionRecord, SessionState
 from state_store.ports import Store
+from state_store.quota.memory import MemoryQuota
+from state_store.quota.records import QuotaRecords
 
 MODEL_KEY = ModelKey(revision="r1", precision="fp32")
 TENANT = TenantId("tenant-a")
@@ -122,8 +124,10 @@ async def running_scheduler(
     shares_prefixes: bool = False,
     clock: ManualClock | None = None,
     internal_token: str | None = None,
+    quota: MemoryQuota | None = None,
 ) -> AsyncIterator[SchedulerRig]:
-    """A scheduler that serves gRPC; its loops do not run by themselves. `internal_token` is what it says to workers."""
+    """A scheduler that serves gRPC; its loops do not run by themselves. `internal_token` is what it says to workers; without
+    `quota` nothing is counted."""
     clock = clock or ManualClock()
     parts = build(
         make_config(
@@ -134,6 +138,9 @@ async def running_scheduler(
         queue=stores.queue,
         hints=RedisCancelHints(stores.redis) if stores.redis is not None else None,
         clocks=Clocks(monotonic_s=clock, now=clock.now),
+        quota=quota,
+        upkeep=quota,
+        quota_records=cast("QuotaRecords", stores.store),
     )
     await parts.reaper.rebuild_queue()
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
