@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from bench.fairness.arena import Arena, Plan, Setting, TenantPlan, run
-from bench.fairness.load import Ask, Call, Tenant, asks, background, keep_waiting
+from bench.fairness.load import Ask, Backlog, Call, Tenant, asks, background
 from bench.figures import Figure
 
 _TRIALS = 4
@@ -31,8 +31,8 @@ async def _large_head(arena: Arena) -> Sequence[Figure]:
     small, large = arena.tenants["small"], arena.tenants["large"]
     starts: list[float] = []
     flows: list[float] = []
-    load = keep_waiting(small, asks(prompt_tokens=32, output_tokens=50), arena.rng, count=24)
-    async with background(load):
+    load = Backlog(small, asks(prompt_tokens=32, output_tokens=50), arena.rng, count=24)
+    async with background(load.run()):
         await asyncio.sleep(_WARM_UP_S)
         arena.cpu.restart()
         for number in range(arena.plan.count(_TRIALS)):

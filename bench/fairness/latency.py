@@ -2,16 +2,14 @@
 the machine disturbs both."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from bench.fairness.arena import STEP_S, Arena, Plan, Setting, TenantPlan, run
-from bench.fairness.load import BATCH, INTERACTIVE, MakeAsk, Tenant, asks, background, keep_waiting, send_at_random
+from bench.fairness.load import BATCH, INTERACTIVE, Backlog, MakeAsk, Tenant, asks, backlogs, send_at_random
 from bench.figures import Figure, percentile
 
 _ROUNDS = 3
 _LOAD_GROWS_S = 3.0
-_DRAIN_S = 60.0
 _LIGHT_STEP_S = 0.1
 
 
@@ -33,13 +31,12 @@ async def _light(arena: Arena) -> Sequence[Figure]:
     shares = []
     for _ in range(_ROUNDS):
         alone += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(12))
-        load = keep_waiting(heavy, asks(prompt_tokens=16, output_tokens=4), arena.rng, count=240)
-        async with background(load):
+        load = Backlog(heavy, asks(prompt_tokens=16, output_tokens=4), arena.rng, count=240)
+        async with backlogs(load):
             await asyncio.sleep(_LOAD_GROWS_S)
             arena.cpu.restart()
             beside += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(12))
             shares.append(arena.cpu.shares())
-        await until_idle(arena)
     return [
         *_spread("light tenant alone", alone),
         *_spread("light tenant beside a heavy one", beside, at_most=1.3 * percentile(alone, 0.99) + _LIGHT_STEP_S),
@@ -60,19 +57,13 @@ async def _interactive(arena: Arena) -> Sequence[Figure]:
     alone: list[float] = []
     loaded: list[float] = []
     shares = []
-    num_unfinished = 0
     for _ in range(_ROUNDS):
         alone += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(12))
-        feeder = _BatchFeeder(arena, batch, make_batch, count=40)
-        async with asyncio.TaskGroup() as tasks:
-            feeding = tasks.create_task(feeder.run())
+        async with backlogs(Backlog(batch, make_batch, arena.rng, count=40)):
             await asyncio.sleep(_LOAD_GROWS_S)
             arena.cpu.restart()
             loaded += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(12))
             shares.append(arena.cpu.shares())
-            feeder.is_over = True
-            await asyncio.wait([feeding], timeout=_DRAIN_S)
-            feeding.cancel()
     num_unfinished = sum(not call.is_whole for call in batch.calls)
     return [
         *_spread("INTERACTIVE, nothing else", alone),
@@ -88,26 +79,6 @@ async def _interactive(arena: Arena) -> Sequence[Figure]:
     ]
 
 
-class _BatchFeeder:
-    """Keeps `count` requests in flight until `is_over`, then lets them end."""
-
-    def __init__(self, arena: Arena, tenant: Tenant, make: MakeAsk, *, count: int) -> None:
-        self.is_over = False
-        self._arena = arena
-        self._tenant = tenant
-        self._make = make
-        self._count = count
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(self._count):
-                tasks.create_task(self._one())
-
-    async def _one(self) -> None:
-        while not self.is_over:
-            await self._tenant.generate(self._make(self._arena.rng))
-
-
 async def _sample(arena: Arena, tenant: Tenant, make: MakeAsk, *, per_s: float, for_s: float) -> list[float]:
     """TTFTs; a call that fails raises, because it would flatter the figure."""
     num_before = len(tenant.calls)
@@ -117,16 +88,6 @@ async def _sample(arena: Arena, tenant: Tenant, make: MakeAsk, *, per_s: float, 
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(calls)} calls of {tenant.name} failed: {failed[0]}")
     return [call.ttft_s for call in calls]
-
-
-async def until_idle(arena: Arena) -> None:
-    """No generation is live any more: what was cut off is over."""
-    give_up_s = time.monotonic() + _DRAIN_S
-    query = "SELECT count(*) AS live FROM generations WHERE state IN ('QUEUED', 'RUNNING')"
-    while (await arena.rows(query))[0]["live"]:
-        if time.monotonic() > give_up_s:
-            raise TimeoutError("generations are still live")
-        await asyncio.sleep(0.2)
 
 
 def _spread(name: str, values: Sequence[float], *, at_most: float | None = None) -> Sequence[Figure]:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +35,7 @@ class Ask:
     prompt: str
     output_tokens: int
     priority_class: types_pb2.PriorityClass.ValueType = STANDARD
-    grace_s: int = 1
+    grace_s: int = 30
     request_id: str = ""
 
     def to_proto(self) -> inference_pb2.GenerateRequest:
@@ -173,18 +173,27 @@ def asks(
     return make
 
 
-async def keep_waiting(tenant: Tenant, make: MakeAsk, rng: random.Random, *, count: int) -> None:
-    """Until cancelled: `count` requests at all times, a new one when one ends."""
+class Backlog:
+    """Keeps `count` requests in flight, a new one when one ends, until it `is_over`."""
 
-    async def one() -> None:
-        while True:
-            call = await tenant.generate(make(rng))
+    def __init__(self, tenant: Tenant, make: MakeAsk, rng: random.Random, *, count: int) -> None:
+        self.is_over = False
+        self._tenant = tenant
+        self._make = make
+        self._rng = rng
+        self._count = count
+
+    async def run(self) -> None:
+        """Returns when it is over and all requests have ended."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(self._count):
+                tasks.create_task(self._one())
+
+    async def _one(self) -> None:
+        while not self.is_over:
+            call = await self._tenant.generate(self._make(self._rng))
             if not call.is_whole:
                 await asyncio.sleep(_PAUSE_AFTER_REFUSAL_S)
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(count):
-            tasks.create_task(one())
 
 
 async def send_at_random(
@@ -202,7 +211,7 @@ async def send_at_random(
 
 
 @asynccontextmanager
-async def background(*loads: Any) -> AsyncIterator[None]:
+async def background(*loads: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs coroutines beside the block and cancels them behind it; what one raises breaks the block off."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(load) for load in loads]
@@ -211,6 +220,17 @@ async def background(*loads: Any) -> AsyncIterator[None]:
         finally:
             for task in running:
                 task.cancel()
+
+
+@asynccontextmanager
+async def backlogs(*loads: Backlog) -> AsyncIterator[None]:
+    """Runs them beside the block, and behind it lets their requests end."""
+    async with asyncio.TaskGroup() as tasks:
+        for load in loads:
+            tasks.create_task(load.run())
+        yield
+        for load in loads:
+            load.is_over = True
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from bench.fairness.arena import STEP_S, Arena, Plan, Setting, TenantPlan, run
-from bench.fairness.load import Call, Tenant, asks, background, keep_waiting, send_at_random
+from bench.fairness.load import Backlog, Call, Tenant, asks, backlogs, send_at_random
 from bench.figures import Figure, percentile
 
 _SLOTS = 8
@@ -70,7 +70,7 @@ async def _peak(arena: Arena, tenants: Sequence[Tenant]) -> float:
     """Tokens per second while somebody always waits, and little."""
     make = asks(prompt_tokens=16, output_tokens=_OUTPUT_TOKENS)
     peak_s = arena.plan.seconds(_PEAK_S)
-    async with background(*(keep_waiting(tenant, make, arena.rng, count=_SLOTS) for tenant in tenants)):
+    async with backlogs(*(Backlog(tenant, make, arena.rng, count=_SLOTS) for tenant in tenants)):
         await asyncio.sleep(2.0)
         since_s = time.monotonic()
         await asyncio.sleep(peak_s)

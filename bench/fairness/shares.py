@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from bench.fairness.arena import Arena, Plan, Setting, TenantPlan, run
-from bench.fairness.load import Tenant, asks, background, keep_waiting
+from bench.fairness.load import Backlog, Tenant, asks, background, backlogs
 from bench.figures import Figure
 
 _WARM_UP_S = 5.0
@@ -23,10 +23,10 @@ def shares(plan: Plan) -> Sequence[Figure]:
 async def _shares(arena: Arena) -> Sequence[Figure]:
     many, few = arena.tenants["many"], arena.tenants["few"]
     loads = (
-        keep_waiting(many, asks(prompt_tokens=_PROMPT_TOKENS, output_tokens=100), arena.rng, count=160),
-        keep_waiting(few, asks(prompt_tokens=_PROMPT_TOKENS, output_tokens=25), arena.rng, count=16),
+        Backlog(many, asks(prompt_tokens=_PROMPT_TOKENS, output_tokens=100), arena.rng, count=160),
+        Backlog(few, asks(prompt_tokens=_PROMPT_TOKENS, output_tokens=25), arena.rng, count=16),
     )
-    async with background(*loads):
+    async with background(*(load.run() for load in loads)):
         served = await _watch(arena, [many, few], arena.plan.seconds(_MEASURED_S))
         cpu = arena.cpu.shares()
     difference = max(served) / min(served) - 1 if min(served) else float("inf")
@@ -51,8 +51,8 @@ def weights(plan: Plan) -> Sequence[Figure]:
 async def _weights(arena: Arena) -> Sequence[Figure]:
     three, one = arena.tenants["three"], arena.tenants["one"]
     make = asks(prompt_tokens=_PROMPT_TOKENS, output_tokens=40)
-    loads = [keep_waiting(tenant, make, arena.rng, count=24) for tenant in (three, one)]
-    async with background(*loads):
+    loads = [Backlog(tenant, make, arena.rng, count=24) for tenant in (three, one)]
+    async with background(*(load.run() for load in loads)):
         served = await _watch(arena, [three, one], arena.plan.seconds(_WEIGHTED_S))
         cpu = arena.cpu.shares()
     ratio = served[0] / max(1, served[1])
@@ -83,20 +83,20 @@ def idle(plan: Plan) -> Sequence[Figure]:
     return run(Setting(tenants=[TenantPlan(name="steady"), TenantPlan(name="returning")]), _idle, plan)
 
 
-_BEFORE_S, _IDLE_S, _AFTER_S, _BURST_S = 5.0, 15.0, 30.0, 5.0
+_BEFORE_S, _IDLE_S, _AFTER_S, _BURST_S = 5.0, 15.0, 30.0, 10.0
 
 
 async def _idle(arena: Arena) -> Sequence[Figure]:
     steady, returning = arena.tenants["steady"], arena.tenants["returning"]
     make = asks(prompt_tokens=_PROMPT_TOKENS, output_tokens=40)
     after_s, burst_s = arena.plan.seconds(_AFTER_S), arena.plan.seconds(_BURST_S)
-    async with background(keep_waiting(steady, make, arena.rng, count=24)):
-        async with background(keep_waiting(returning, make, arena.rng, count=24)):
+    async with background(Backlog(steady, make, arena.rng, count=24).run()):
+        async with backlogs(Backlog(returning, make, arena.rng, count=24)):
             await asyncio.sleep(_BEFORE_S)
         await asyncio.sleep(arena.plan.seconds(_IDLE_S))
         arena.cpu.restart()
         since_s = time.monotonic()
-        async with background(keep_waiting(returning, make, arena.rng, count=24)):
+        async with background(Backlog(returning, make, arena.rng, count=24).run()):
             await asyncio.sleep(after_s)
             cpu = arena.cpu.shares()
     note = f"over {after_s:.0f} s after {arena.plan.seconds(_IDLE_S):.0f} s without a request"
