@@ -1,5 +1,6 @@
 """What a worker says of itself between its tokens: how full it is and which prefixes it has cached. Pure."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class RecentWork:
         self._at_s = now_s
 
     def at(self, now_s: float) -> float:
-        return self._tokens * 0.5 ** ((now_s - self._at_s) / RECENT_HALF_LIFE_S)
+        return self._tokens * math.exp2((self._at_s - now_s) / RECENT_HALF_LIFE_S)
 
 
 class ExpectedPrefixes:

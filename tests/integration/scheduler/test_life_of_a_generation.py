@@ -11,6 +11,7 @@ import pytest
 from inference.internal.v1 import worker_pb2
 from scheduler import news_writer
 from scheduler.policy import back_off
+from scheduler.queue.port import OutputCharge
 from service_kit.delta import Cursor, Delta, make_delta
 from service_kit.errors import NotFoundError
 from service_kit.ids import GatewayId, GenerationId, TenantId, new_generation_id
@@ -20,7 +21,7 @@ from state_store.delta_log.port import DeltaLogReader, OpenItem
 from state_store.model import AttemptOutcome, CancelCause, Finish, GenerationRecord, State
 from state_store.ports import FinishResult, GrantRequest, GrantResult
 from tests.support.polling import eventually
-from tests.support.scheduler_rig import SchedulerRig, make_generation
+from tests.support.scheduler_rig import MODEL_KEY, TENANT, SchedulerRig, make_generation
 from tests.support.scripted_worker import ScriptedWorker
 
 
@@ -54,6 +55,26 @@ async def test_a_generation_goes_from_submit_to_succeeded_with_its_output_and_on
     view = (await rig.stores.log.read_many([(record.generation_id, 0)]))[0]
     assert view.terminal is not None
     assert view.terminal.output_tokens == 3
+
+
+async def test_each_token_is_charged_to_its_tenant_once_however_often_it_is_sent(
+    rig: SchedulerRig, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[OutputCharge] = []
+
+    async def note(charges: Sequence[OutputCharge]) -> None:
+        charged.extend(charges)
+
+    monkeypatch.setattr(rig.stores.queue, "charge_many", note)
+    generation_id = await granted(rig, worker)
+    first = tokens(None, 10, 11)
+    third = tokens(tokens(first, 12), 13)
+    for delta in (first, first, third, tokens(None, 10, 11, 12), tokens(first, 12)):
+        worker.say(generation_id, 1, delta)
+    await worker.until(lambda: len(worker.received_of("ack")) == 5)
+    await rig.parts.charges.flush_once()
+    expected = OutputCharge(model_key=MODEL_KEY, tenant_id=TENANT, weight=1.0, tokens=3)
+    assert charged == [expected], "a repetition, a gap and an overlap append nothing"
 
 
 async def test_every_batch_is_acknowledged_in_order(rig: SchedulerRig, worker: ScriptedWorker) -> None:
