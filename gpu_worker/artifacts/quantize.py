@@ -20,6 +20,7 @@ from gpu_worker.engine.settings import INT8_PRECISION
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.int8 import LARGEST_WEIGHT
 from gpu_worker.layers.linear.port import Linear
+from gpu_worker.layers.linear.unfused import UnfusedLinear
 from gpu_worker.models.config import ModelConfig, read_model_config
 from gpu_worker.models.llama import LlamaModel
 from gpu_worker.models.llama_tensors import (
@@ -40,7 +41,7 @@ _CPU = torch.device("cpu")
 _BLOCK_SIZE = 16
 
 
-class _Observed:
+class _Observed(UnfusedLinear):
     """Implements Linear: another one, and the largest magnitude of each input channel that it was given."""
 
     name = "observed"

@@ -9,10 +9,11 @@
 //
 // Weights lie in panels of kColumns outputs: [panels][pairs of inputs][kColumns][2].
 
-#include <cmath>
+#include <omp.h>
+
 #include <cstring>
 
-#include "simd.h"
+#include "rows.h"
 
 using namespace sluice;
 
@@ -21,7 +22,6 @@ namespace {
 constexpr int64_t kColumns = 16;
 constexpr int64_t kRows = 6;          // of a tile: with 2 vectors of columns each, sums fill 12 of 16 registers
 constexpr int64_t kRowsAtOnce = 120;  // rows that stay in the second cache while the weights pass by
-constexpr int64_t kWorthThreads = 65536;
 constexpr float kLevels = 511.0f;     // a row's largest magnitude becomes this
 
 inline __m256i magnitude_bits(const float* at) {
@@ -113,12 +113,15 @@ void multiply_tile(const Product& product, int64_t row, int64_t panel) {
     const __m256i low = widen(weights + pair * 2 * kColumns), high = widen(weights + pair * 2 * kColumns + kColumns);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      int32_t both;
-      std::memcpy(&both, rows + 2 * (r * product.pairs + pair), sizeof both);
-      const __m256i x = _mm256_set1_epi32(both);
-      sums[r][0] = _mm256_add_epi32(sums[r][0], _mm256_madd_epi16(x, low));
-      sums[r][1] = _mm256_add_epi32(sums[r][1], _mm256_madd_epi16(x, high));
-      asm volatile("" : "+x"(sums[r][0]), "+x"(sums[r][1]));  // row after row: all at once would spill the sums
+      const int16_t* at = rows + 2 * (r * product.pairs + pair);
+      __m256i x, products;
+      asm("vpbroadcastd %[at], %[x]\n\t"
+          "vpmaddwd %[low], %[x], %[products]\n\t"
+          "vpaddd %[products], %[first], %[first]\n\t"
+          "vpmaddwd %[high], %[x], %[x]\n\t"
+          "vpaddd %[x], %[second], %[second]"
+          : [first] "+x"(sums[r][0]), [second] "+x"(sums[r][1]), [x] "=&x"(x), [products] "=&x"(products)
+          : [low] "x"(low), [high] "x"(high), [at] "m"(*reinterpret_cast<const int32_t*>(at)));
     }
   }
 #pragma GCC unroll 8
@@ -149,6 +152,32 @@ SLUICE_EXPORT void sluice_round_rows(const float* in, int64_t stride, int64_t ro
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
   for (int64_t row = 0; row < rows; ++row)
     scales[row] = round_row(in + row * stride, width, out + row * (width + width % 2));
+}
+
+// hidden [rows, width] += delta, if there is one; out and scales as above, of its normalised rows. scratch [threads, width].
+SLUICE_EXPORT void sluice_add_norm_and_round(float* hidden, const float* delta, const float* weight, float eps, int64_t rows,
+                                             int64_t width, int16_t* out, float* scales, float* scratch, int64_t threads) {
+  const bool worth = rows * width >= kWorthThreads;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    float* normalised = scratch + omp_get_thread_num() * width;
+    if (delta) add_row(hidden + row * width, delta + row * width, width);
+    normalise(hidden + row * width, weight, eps, width, normalised);
+    scales[row] = round_row(normalised, width, out + row * (width + width % 2));
+  }
+}
+
+// out and scales as above, of silu(gate) * up of the rows of gate_up [rows, 2 * width]. scratch [threads, width].
+SLUICE_EXPORT void sluice_gate_and_round(const float* gate_up, int64_t stride, int64_t rows, int64_t width, int16_t* out,
+                                         float* scales, float* scratch, int64_t threads) {
+  const bool worth = rows * width >= kWorthThreads / 4;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    float* gated = scratch + omp_get_thread_num() * width;
+    const float* gate = gate_up + row * stride;
+    gate_row(gate, gate + width, 0, width, gated);
+    scales[row] = round_row(gated, width, out + row * (width + width % 2));
+  }
 }
 
 // out [rows, outputs] = rows x weights; scales and bias (or none) are padded to whole panels.

@@ -67,6 +67,36 @@ class Int8Kernels:
         )  # fmt: skip
         return rounded
 
+    def add_norm_and_round(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> RoundedRows:
+        """Adds `delta`, if there is one, to `hidden` [T, W] in place, and rounds its normalised rows."""
+        num_rows, width = hidden.shape
+        assert hidden.dtype == torch.float32
+        assert hidden.is_contiguous()
+        assert delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)
+        assert weight.shape == (width,)
+        rounded, threads = RoundedRows.empty(num_rows, width), torch.get_num_threads()
+        scratch = torch.empty(threads * width, dtype=torch.float32)
+        self._functions.sluice_add_norm_and_round(
+            hidden.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), eps, num_rows, width,
+            rounded.values.data_ptr(), rounded.scales.data_ptr(), scratch.data_ptr(), threads,
+        )  # fmt: skip
+        return rounded
+
+    def gate_and_round(self, gate_up: torch.Tensor) -> RoundedRows:
+        """Rounds silu(gate) * up of `gate_up` [T, 2 * W]."""
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.dtype == torch.float32
+        assert gate_up.stride(1) == 1
+        rounded, threads = RoundedRows.empty(num_rows, width), torch.get_num_threads()
+        scratch = torch.empty(threads * width, dtype=torch.float32)
+        self._functions.sluice_gate_and_round(
+            gate_up.data_ptr(), gate_up.stride(0), num_rows, width, rounded.values.data_ptr(), rounded.scales.data_ptr(),
+            scratch.data_ptr(), threads,
+        )  # fmt: skip
+        return rounded
+
     def multiply(self, rows: RoundedRows, weight: PackedWeight) -> torch.Tensor:
         """fp32 [T, out]."""
         num_rows, num_pairs = len(rows.values), weight.panels.shape[1]

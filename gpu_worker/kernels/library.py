@@ -26,6 +26,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sluice_copy_blocks": (None, (*(c_void_p, c_int64) * 2, c_int64, c_int64, c_void_p, c_int64, c_int64)),
     "sluice_rms_norm": (None, (*(c_void_p, c_int64, c_int64) * 2, c_void_p, c_float, *(c_int64,) * 4)),
     "sluice_silu_and_multiply": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
+    "sluice_add_rms_norm": (None, (*(c_void_p,) * 3, c_float, c_void_p, *(c_int64,) * 3)),
+    "sluice_add_norm_and_round": (None, (*(c_void_p,) * 3, c_float, c_int64, c_int64, *(c_void_p,) * 3, c_int64)),
+    "sluice_gate_and_round": (None, (c_void_p, *(c_int64,) * 3, *(c_void_p,) * 3, c_int64)),
     "sluice_round_rows": (None, (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
     "sluice_multiply_int8": (None, (c_void_p, c_void_p, c_int64, *(c_void_p,) * 4, c_int64, c_int64, c_int64)),
     "sluice_sampling_scratch_size": (c_int64, (c_int64,)),
@@ -78,6 +81,18 @@ class CpuKernels:
         self.functions.sluice_rms_norm(
             rows.data_ptr(), strides[0], strides[1], out.data_ptr(), out_strides[0], out_strides[1], weight.data_ptr(), eps,
             shape[0], 1 if len(shape) == _ROWS else shape[1], shape[-1], torch.get_num_threads(),
+        )  # fmt: skip
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """`hidden` [T, H] += `delta`, then `out` = its normalised rows."""
+        assert hidden.shape == delta.shape == out.shape
+        assert hidden.is_contiguous() and delta.is_contiguous() and out.is_contiguous()  # noqa: PT018
+        assert weight.shape == hidden.shape[1:]
+        self.functions.sluice_add_rms_norm(
+            hidden.data_ptr(), delta.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), hidden.shape[0], hidden.shape[1],
+            torch.get_num_threads(),
         )  # fmt: skip
 
     def silu_and_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:

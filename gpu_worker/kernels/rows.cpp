@@ -1,51 +1,11 @@
 // Operations on the rows of a step. A row's bits depend on its own numbers alone: full and partial vectors run the same
 // instructions, and threads only share out whole rows or whole vectors.
 
-#include <cmath>
-
-#include "simd.h"
+#include "rows.h"
 
 using namespace sluice;
 
 namespace {
-
-// Below this many numbers a second thread, which may have to wake up, costs more than it saves.
-constexpr int64_t kWorthThreads = 65536;
-
-inline Vector silu_and_multiply(Vector gate, Vector up) {
-  const Vector denominator = _mm256_add_ps(_mm256_set1_ps(1.0f), exp_of(_mm256_sub_ps(_mm256_setzero_ps(), gate)));
-  return _mm256_mul_ps(_mm256_div_ps(gate, denominator), up);
-}
-
-inline float sum_of_squares(const float* row, int64_t width) {
-  Vector sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
-    for (int part = 0; part < 4; ++part) {
-      const Vector x = _mm256_loadu_ps(row + i + part * kLanes);
-      sums[part] = _mm256_fmadd_ps(x, x, sums[part]);
-    }
-  }
-  for (; i < width; i += kLanes) {
-    const Vector x = _mm256_maskload_ps(row + i, first_lanes(width - i));
-    sums[0] = _mm256_fmadd_ps(x, x, sums[0]);
-  }
-  return sum_lanes(_mm256_add_ps(_mm256_add_ps(sums[0], sums[1]), _mm256_add_ps(sums[2], sums[3])));
-}
-
-inline void normalise(const float* row, const float* weight, float eps, int64_t width, float* out) {
-  const Vector scale = _mm256_set1_ps(1.0f / std::sqrt(sum_of_squares(row, width) / static_cast<float>(width) + eps));
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) {
-    const Vector x = _mm256_mul_ps(_mm256_loadu_ps(row + i), scale);
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(weight + i), x));
-  }
-  if (i < width) {
-    const __m256i lanes = first_lanes(width - i);
-    const Vector x = _mm256_mul_ps(_mm256_maskload_ps(row + i, lanes), scale);
-    _mm256_maskstore_ps(out + i, lanes, _mm256_mul_ps(_mm256_maskload_ps(weight + i, lanes), x));
-  }
-}
 
 struct Pair {
   Vector first, second;
@@ -89,6 +49,17 @@ SLUICE_EXPORT void sluice_rms_norm(const float* in, int64_t in_row, int64_t in_p
   }
 }
 
+// hidden [rows, width] += delta, then out = its normalised rows; all dense.
+SLUICE_EXPORT void sluice_add_rms_norm(float* hidden, const float* delta, const float* weight, float eps, float* out,
+                                       int64_t rows, int64_t width, int64_t threads) {
+  const bool worth = rows * width >= kWorthThreads;
+#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+  for (int64_t row = 0; row < rows; ++row) {
+    add_row(hidden + row * width, delta + row * width, width);
+    normalise(hidden + row * width, weight, eps, width, out + row * width);
+  }
+}
+
 // gate_up [rows, 2 * width] -> out [rows, width].
 SLUICE_EXPORT void sluice_silu_and_multiply(const float* gate_up, int64_t stride, float* out, int64_t rows, int64_t width,
                               int64_t threads) {
@@ -100,17 +71,7 @@ SLUICE_EXPORT void sluice_silu_and_multiply(const float* gate_up, int64_t stride
     const int64_t row = i / pieces, begin = i % pieces * kPiece;
     const int64_t end = begin + kPiece < width ? begin + kPiece : width;
     const float* gate = gate_up + row * stride;
-    const float* up = gate + width;
-    float* result = out + row * width;
-    int64_t j = begin;
-    for (; j + kLanes <= end; j += kLanes) {
-      _mm256_storeu_ps(result + j, silu_and_multiply(_mm256_loadu_ps(gate + j), _mm256_loadu_ps(up + j)));
-    }
-    if (j < end) {
-      const __m256i lanes = first_lanes(end - j);
-      const Vector value = silu_and_multiply(_mm256_maskload_ps(gate + j, lanes), _mm256_maskload_ps(up + j, lanes));
-      _mm256_maskstore_ps(result + j, lanes, value);
-    }
+    gate_row(gate, gate + width, begin, end, out + row * width);
   }
 }
 

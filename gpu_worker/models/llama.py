@@ -12,10 +12,9 @@ import torch
 
 from gpu_worker.artifacts.weights import Checkpoint
 from gpu_worker.attention.port import StepAttention
-from gpu_worker.layers.activation import silu_and_multiply
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.port import Linear, MakeLinear
-from gpu_worker.layers.norm import rms_norm
+from gpu_worker.layers.norm import Norm, rms_norm
 from gpu_worker.layers.rope import RotaryTable, Rotation
 from gpu_worker.layers.rope_frequencies import inverse_frequencies
 from gpu_worker.models.config import ModelConfig
@@ -39,13 +38,13 @@ ReadTensors = Callable[[Iterable[str]], dict[str, torch.Tensor]]
 class LlamaLayer:
     """One decoder layer; products with the same input are fused into one matrix."""
 
-    input_norm: torch.Tensor
+    input_norm: Norm
     query_key_value: Linear
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     is_rotary: bool
     attention_output: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -65,7 +64,7 @@ class LlamaModel:
         self.config = config
         self.head = _make_head(config, read, make_linear)
         self._embedding = _own(read([EMBEDDING])[EMBEDDING])
-        self._final_norm = _own(read([FINAL_NORM])[FINAL_NORM])
+        self._final_norm = Norm(weight=_own(read([FINAL_NORM])[FINAL_NORM]), eps=config.rms_norm_eps)
         # After the head: packing it needs more memory for a while than anything else, and less is held yet.
         self.layers = [_make_layer(config, index, read, make_linear) for index in range(config.num_layers)]
         self._rotary_table = RotaryTable(
@@ -109,21 +108,24 @@ class LlamaModel:
         """Hidden states [T, hidden_size] behind the last layer for packed ids and positions [T]."""
         hidden = self._embedding[token_ids]
         rotation = self._rotary_table.at(positions)
-        eps = self.config.rms_norm_eps
+        delta: torch.Tensor | None = None  # what is still to be added to hidden
         for index, layer in enumerate(self.layers):
-            hidden = hidden + self._attention(index, rms_norm(hidden, layer.input_norm, eps), rotation, attend)
-            gate_up = layer.gate_up(rms_norm(hidden, layer.mlp_norm, eps))
-            hidden = hidden + layer.down(silu_and_multiply(gate_up))
-        return hidden
+            delta = self._attention(
+                index, layer.query_key_value.after_norm(hidden, delta, layer.input_norm), rotation, attend
+            )
+            gate_up = layer.gate_up.after_norm(hidden, delta, layer.mlp_norm)
+            delta = layer.down.after_gate(gate_up)
+        return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [R, vocab_size] of chosen rows of `forward`'s result."""
-        return self.head(rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)).float()
+        return self.head.after_norm(hidden, None, self._final_norm).float()
 
-    def _attention(self, index: int, rows: torch.Tensor, rotation: Rotation, attend: StepAttention) -> torch.Tensor:
+    def _attention(self, index: int, fused: torch.Tensor, rotation: Rotation, attend: StepAttention) -> torch.Tensor:
+        """Of queries, keys and values [T, …] as the fused product gives them."""
         layer, config = self.layers[index], self.config
         num_turned = config.num_heads + config.num_kv_heads
-        heads = layer.query_key_value(rows).view(len(rows), num_turned + config.num_kv_heads, config.head_dim)
+        heads = fused.view(len(fused), num_turned + config.num_kv_heads, config.head_dim)
         query, key, value = heads[:, : config.num_heads], heads[:, config.num_heads : num_turned], heads[:, num_turned:]
         if layer.query_norm is not None and layer.key_norm is not None:
             rms_norm(query, layer.query_norm, config.rms_norm_eps, out=query)
@@ -131,7 +133,7 @@ class LlamaModel:
         if layer.is_rotary:
             rotation.apply(heads[:, :num_turned])
         output = attend(index, query, key, value)
-        return layer.attention_output(output.reshape(len(rows), config.num_heads * config.head_dim))
+        return layer.attention_output(output.reshape(len(fused), config.num_heads * config.head_dim))
 
 
 def _make_head(config: ModelConfig, read: ReadTensors, make_linear: MakeLinear) -> Linear:
@@ -153,13 +155,13 @@ def _make_layer(config: ModelConfig, index: int, read: ReadTensors, make_linear:
         return make_linear(_stack(parts), _stack_present(biases), _stack_present(scales))
 
     return LlamaLayer(
-        input_norm=_own(weights.pop(f"{prefix}input_layernorm.weight")),
+        input_norm=Norm(weight=_own(weights.pop(f"{prefix}input_layernorm.weight")), eps=config.rms_norm_eps),
         query_key_value=take_linear("self_attn", "q_proj", "k_proj", "v_proj"),
         query_norm=_own(weights.pop(f"{prefix}self_attn.q_norm.weight")) if config.has_qk_norm else None,
         key_norm=_own(weights.pop(f"{prefix}self_attn.k_norm.weight")) if config.has_qk_norm else None,
         is_rotary=config.are_rotary[index],
         attention_output=take_linear("self_attn", "o_proj"),
-        mlp_norm=_own(weights.pop(f"{prefix}post_attention_layernorm.weight")),
+        mlp_norm=Norm(weight=_own(weights.pop(f"{prefix}post_attention_layernorm.weight")), eps=config.rms_norm_eps),
         gate_up=take_linear("mlp", "gate_proj", "up_proj"),
         down=take_linear("mlp", "down_proj"),
     )

@@ -22,6 +22,7 @@ from gpu_worker.engine.port import SequenceSpec
 from gpu_worker.engine.settings import EngineSettings
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.port import Linear
+from gpu_worker.layers.linear.unfused import UnfusedLinear
 from gpu_worker.models import llama
 from tests.support.engine_runs import Result, collect, make_spec, run_to_end
 from tests.support.recording import RecordedLogits, record_logits
@@ -236,7 +237,7 @@ def test_every_schedule_gives_the_same_bits(first_seed):
     assert min(seen.num_resumed, seen.num_preempted, seen.num_cached_tokens, seen.num_blocks_from_host) > 0, seen
 
 
-class SwitchingLinear:
+class SwitchingLinear(UnfusedLinear):
     """What must not be: another matrix product, which sums in another order, where there are many rows."""
 
     name = "switching"

@@ -8,6 +8,7 @@ import torch
 
 from gpu_worker.kernels.int8 import LARGEST_ACTIVATION, Int8Kernels, PackedWeight
 from gpu_worker.kernels.library import CpuKernels
+from gpu_worker.layers.norm import Norm
 
 LARGEST_WEIGHT = 127
 _MAX_INPUTS = (2**31 - 1) // (LARGEST_WEIGHT * LARGEST_ACTIVATION)
@@ -44,3 +45,10 @@ class Int8Linear:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         dense = rows if rows.stride(1) == 1 else rows.contiguous()
         return self._kernels.multiply(self._kernels.round_rows(dense), self._weight)
+
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        rounded = self._kernels.add_norm_and_round(hidden, delta, norm.weight, norm.eps)
+        return self._kernels.multiply(rounded, self._weight)
+
+    def after_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return self._kernels.multiply(self._kernels.gate_and_round(gate_up), self._weight)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpu_worker.layers.linear.row_sizes import LARGEST_SIZE, round_up
+from gpu_worker.layers.linear.unfused import UnfusedLinear
 
 _REORDER = "_reorder_linear_weight"
 _MULTIPLY = "_linear_pointwise"
@@ -44,7 +45,7 @@ def find_operators(namespace: Any) -> OneDnnOperators:
     return OneDnnOperators(reorder=getattr(namespace, _REORDER), multiply=getattr(namespace, _MULTIPLY))
 
 
-class OneDnnLinear:
+class OneDnnLinear(UnfusedLinear):
     """Implements Linear. Holds a copy of the weight in oneDNN's layout, and none of the memory it was made from."""
 
     name = "onednn"

@@ -3,8 +3,10 @@
 import torch
 from torch.nn.functional import linear
 
+from gpu_worker.layers.linear.unfused import UnfusedLinear
 
-class PlainLinear:
+
+class PlainLinear(UnfusedLinear):
     """Implements Linear. On a CPU the library chooses by the number of rows, so that rows depend on their neighbours."""
 
     name = "plain"

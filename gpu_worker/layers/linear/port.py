@@ -4,6 +4,8 @@ from typing import Protocol
 
 import torch
 
+from gpu_worker.layers.norm import Norm
+
 
 class Linear(Protocol):
     """A weight [out, in] and an optional bias [out], read-only."""
@@ -17,6 +19,12 @@ class Linear(Protocol):
 
         What is not finite in a row makes some of its own result not finite, and touches no other row.
         """
+
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+        """The product of the normalised rows of `hidden` [T, in], to which `delta`, if any, is added in place before."""
+
+    def after_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The product of silu(gate) * up, of `gate_up` [T, 2 * in]."""
 
 
 class MakeLinear(Protocol):

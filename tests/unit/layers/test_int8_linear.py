@@ -7,9 +7,11 @@ from torch.nn.functional import linear as torch_linear
 
 from gpu_worker.artifacts.smoothing import round_weight
 from gpu_worker.kernels.int8 import Int8Kernels
+from gpu_worker.layers.activation import silu_and_multiply
 from gpu_worker.layers.linear.check import find_row_dependence
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.int8 import LARGEST_WEIGHT, Int8Linear, Int8UnavailableError
+from gpu_worker.layers.norm import Norm, rms_norm
 from tests.support.paged_attention import need_kernels
 
 SHAPES = [(96, 64), (576, 192), (33, 7), (1, 1), (1030, 576)]
@@ -112,6 +114,32 @@ def test_rows_do_not_depend_on_their_neighbours(shape, num_threads):
         assert find_row_dependence(alone, parts) is None
     finally:
         torch.set_num_threads(threads_before)
+
+
+NORM = Norm(weight=torch.linspace(0.5, 2, 67), eps=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 200])
+def test_what_is_fused_with_it_gives_the_bits_of_single_steps(num_rows):
+    linear = pack(*make_weight(96, 67))
+    hidden, delta, gate_up = make_rows(num_rows, 67), make_rows(num_rows, 67) * 2, make_rows(num_rows, 134)
+    total = hidden + delta
+    assert torch.equal(linear.after_norm(hidden.clone(), None, NORM), linear(rms_norm(hidden, NORM.weight, NORM.eps)))
+    assert torch.equal(linear.after_norm(hidden, delta, NORM), linear(rms_norm(total, NORM.weight, NORM.eps)))
+    assert torch.equal(hidden, total), "the sum stays in place"
+    assert torch.equal(linear.after_gate(gate_up), linear(silu_and_multiply(gate_up)))
+
+
+def test_what_is_not_finite_stays_in_its_row_in_fused_steps_too():
+    linear = pack(*make_weight(96, 67))
+    hidden, gate_up = make_rows(4, 67), make_rows(4, 134)
+    expected = linear.after_norm(hidden, None, NORM), linear.after_gate(gate_up)
+    hidden[1, 3] = gate_up[1, 3] = torch.nan
+    for result, before in zip(
+        (linear.after_norm(hidden, None, NORM), linear.after_gate(gate_up)), expected, strict=True
+    ):
+        assert result[1].isnan().all()
+        assert torch.equal(result[[0, 2, 3]], before[[0, 2, 3]])
 
 
 def test_it_keeps_nothing_of_its_weight():

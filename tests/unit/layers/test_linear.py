@@ -7,12 +7,14 @@ import pytest
 import structlog
 import torch
 from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import silu
 
 from gpu_worker.layers.linear.check import find_fault, find_row_dependence
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.onednn import OneDnnLinear, OneDnnUnavailableError, find_operators
 from gpu_worker.layers.linear.plain import PlainLinear
 from gpu_worker.layers.linear.row_sizes import LARGEST_SIZE, round_up
+from gpu_worker.layers.norm import Norm, rms_norm
 
 SHAPES = [(96, 64), (576, 192), (33, 7), (1, 1), (1030, 576)]
 OPERATORS = torch.ops.mkldnn
@@ -261,3 +263,17 @@ def test_another_type_than_fp32_is_not_packed():
     assert reasons == ["only fp32 on a CPU is packed, not torch.bfloat16 on cpu"]
     with pytest.raises(OneDnnUnavailableError, match="bfloat16"):
         pack(weight)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 200])
+def test_norm_and_gate_come_before_the_product(num_rows, make_linear):
+    linear, norm = make_linear(*make_weight(96, 67)), Norm(weight=torch.linspace(0.5, 2, 67), eps=1e-5)
+    hidden, delta, gate_up = make_rows(num_rows, 67), make_rows(num_rows, 67) * 2, make_rows(num_rows, 134)
+    total = hidden + delta
+    gate, up = gate_up.chunk(2, dim=1)
+    expected = linear(rms_norm(total, norm.weight, norm.eps))
+    torch.testing.assert_close(linear.after_norm(hidden, delta, norm), expected)
+    assert torch.equal(hidden, total), "the sum stays in place"
+    torch.testing.assert_close(linear.after_norm(hidden, None, norm), expected)
+    assert torch.equal(hidden, total)
+    torch.testing.assert_close(linear.after_gate(gate_up), linear(silu(gate) * up), rtol=1e-5, atol=1e-4)
