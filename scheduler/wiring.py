@@ -21,8 +21,9 @@ from scheduler.reaper import Reaper
 from scheduler.recovery import Recovery
 from scheduler.service import SchedulerServicer
 from scheduler.session_registry import SessionRegistry
+from scheduler.surroundings import Surroundings
 from scheduler.tenant_weights import TenantWeights
-from scheduler.worker_session import Surroundings, WorkerSession
+from scheduler.worker_session import WorkerSession
 from service_kit.crash_point import CrashPoints
 from service_kit.ids import SchedulerId
 from state_store.delta_log.port import DeltaLogWriter

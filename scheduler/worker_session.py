@@ -1,28 +1,25 @@
 """One worker session as its owning scheduler sees it: what it is expected to run, and the conversation about it."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from enum import StrEnum
 
 from opentelemetry import trace
 
 from inference.internal.v1 import worker_pb2
-from scheduler.assignments import Assignments
 from scheduler.attempt_table import AttemptTable, ExpectedAttempt, HeldAttempt, Overdue
 from scheduler.codec import decode_held, decode_load, decode_untried, encode_assignment, encode_ref, encode_verdict
-from scheduler.coordinator import ABORT, KEEP, Coordinator, NewsResult
+from scheduler.coordinator import ABORT, KEEP, NewsResult
 from scheduler.news_writer import NewsWriter
-from scheduler.output_charges import OutputCharges
 from scheduler.policy import Capacity, prefix_salt
 from scheduler.retry import until_available
 from scheduler.session_load import PrefixSet, RecentWork, SessionLoad
 from scheduler.session_stream import SessionStream, StreamEnd
-from service_kit.internal_access import InternalAccess
+from scheduler.surroundings import Surroundings
 from service_kit.logging import get_logger
 from service_kit.telemetry import context_from_traceparent, current_traceparent, tracer
 from state_store.model import GenerationRecord, NewSession, State
-from state_store.ports import AttemptRef, GenerationStore
+from state_store.ports import AttemptRef
 
 _log = get_logger()
 
@@ -36,22 +33,6 @@ class SessionExit(StrEnum):
     LOST = "LOST"
     """The stream is broken and did not come back, or belongs to somebody else: try to lose it under our epoch."""
     DRAINED = "DRAINED"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What every session of a scheduler shares. `clock` is monotonic seconds."""
-
-    store: GenerationStore
-    coordinator: Coordinator
-    charges: OutputCharges
-    assignments: Assignments
-    clock: Callable[[], float]
-    access: InternalAccess
-    on_room: Callable[[], None]
-    """Called when a session may have room again."""
-    shares_prefixes: bool = False
-    """Whether tenants share cached prefixes."""
 
 
 class WorkerSession:
