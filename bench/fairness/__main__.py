@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="of all durations; the limits are meant for 1")
     arguments = parser.parse_args()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it tells of every process that is started beside a connection
     load = os.getloadavg()[0]
     print(f"seed {arguments.seed}, scale {arguments.scale:g}, load average before: {load:.1f}", flush=True)
     return report(measure(arguments.only, Plan(seed=arguments.seed, scale=arguments.scale)))

@@ -16,8 +16,8 @@ from bench.figures import Figure, percentile
 from inference.v1 import inference_pb2
 from service_kit.api_key import mint_api_key
 
-_ROUNDS = 3
-_ROUND_S = 10.0
+_ROUNDS = 2
+_ROUND_S = 12.0
 _GOOD_PER_S = 12
 _BAD_PER_S = 100
 _REFUSED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED)

@@ -58,11 +58,11 @@ async def _interactive(arena: Arena) -> Sequence[Figure]:
     loaded: list[float] = []
     shares = []
     for _ in range(_ROUNDS):
-        alone += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(12))
+        alone += await _sample(arena, person, make, per_s=18, for_s=arena.plan.seconds(10))
         async with backlogs(Backlog(batch, make_batch, arena.rng, count=40)):
             await asyncio.sleep(_LOAD_GROWS_S)
             arena.cpu.restart()
-            loaded += await _sample(arena, person, make, per_s=15, for_s=arena.plan.seconds(12))
+            loaded += await _sample(arena, person, make, per_s=18, for_s=arena.plan.seconds(10))
             shares.append(arena.cpu.shares())
     num_unfinished = sum(not call.is_whole for call in batch.calls)
     return [
