@@ -3,10 +3,13 @@
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from service_kit.ids import SessionId, new_session_id
 from state_store.model import CancelCause, SessionState, State
+from state_store.ports import LostSession
 from tests.support.polling import eventually, eventually_answers
 from tests.support.scheduler_rig import SchedulerRig, Stores, running_scheduler
 from tests.support.scripted_worker import ScriptedWorker
@@ -124,3 +127,19 @@ async def test_a_cancel_after_a_takeover_reaches_the_worker_that_runs_the_attemp
     await killed.second.parts.cancellation.request([(record.generation_id, CancelCause.CLIENT)])
     await eventually(lambda: bool(killed.old.received_of("cancel")))
     await killed.old.stop()
+
+
+async def test_that_older_sessions_cannot_be_lost_is_told_at_once_while_the_new_one_goes_on(
+    killed: Killed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object) -> list[LostSession]:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr(killed.stores.store, "lose_older", fails)
+    new = ScriptedWorker()
+    await new.start(killed.old.address)
+    with capture_logs() as logs:
+        await new.announce(killed.second.address)
+        await eventually(lambda: any(entry["event"] == "older_sessions_not_lost" for entry in logs))
+    await eventually_answers(killed.owned)
+    await new.stop()
