@@ -21,7 +21,8 @@ tenant; since when each is skipped is remembered. One skipped for `skip_patience
 empty: from then that session takes nothing else of its class or a lower one (higher classes go on) until it fits there and
 is popped for it, leaves the queue, or is popped for another session. An earmark is a lease, renewed by each pop that names
 the session. At most one per session and per entry. Heads too large for every session named, even when empty, are looked
-past beside those, at most `max_oversized`: they wait for another session.
+past beside those, at most `max_oversized`: they wait for another session. Behind these, a tenant with such a head takes no
+part in the pop.
 
 Entries whose deadline has passed leave every structure in any pop, bound check or depth. Delayed ones (`ready_at`) wait
 aside, then return to their old place; they count as queued.

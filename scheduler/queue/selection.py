@@ -161,10 +161,12 @@ class Selection:
 
     def _try_to_pass_oversized(self, slot: Slot) -> _Verdict:
         """What would fit none of these sessions even when empty waits for another one, and must not block them."""
-        if self._num_oversized >= self._settings.max_oversized:
-            self._is_over = True
-            return _Verdict.CLOSED
         self._num_oversized += 1
+        if self._num_oversized > self._settings.max_oversized:
+            # Who waits for the other session must not keep these from the tenants that do not.
+            self._closed_tenants.add(slot.tenant)
+            self._is_over = self._num_oversized >= 2 * self._settings.max_oversized
+            return _Verdict.CLOSED
         self._pass(slot)
         return _Verdict.PASSED
 

@@ -30,7 +30,8 @@ class QueueSettings:
     """Heads that do not fit and that one pop looks past."""
     max_passed_of_tenant: int = 4
     max_oversized: int = 64
-    """Heads beside those, too large for any of the sessions even when empty: they wait for a larger one."""
+    """Heads beside those, too large for any of the sessions even when empty: they wait for a larger one. Where there are
+    more, their tenants are looked past, at most as many again."""
     rebase_counters_at: int = 2**50
     """Counters are in millionths of a token; where the smallest reaches this, it is subtracted from all, so that they stay
     exact in the server's doubles."""

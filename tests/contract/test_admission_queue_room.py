@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler.queue.port import QueueEntry
+from scheduler.queue.settings import QueueSettings
 from state_store.model import PriorityClass
 from tests.support.admission_queues import ARRIVAL, MODEL, OTHER_MODEL, QueueUnderTest, entry_of, room_of
 
@@ -102,6 +103,16 @@ async def test_what_fits_no_session_even_when_empty_does_not_use_up_the_look_pas
     # The session is kept for what was skipped all along.
     assert await under_test.pop(room_of(100, session="large", capacity=200)) == []
     assert await under_test.pop_entries(room_of(200, session="large", capacity=200)) == [stranded[1]]
+
+
+async def test_many_that_wait_for_a_larger_session_close_their_tenant_and_no_other(under_test: QueueUnderTest) -> None:
+    num_passed = QueueSettings().max_oversized
+    stranded = [entry_of("a", arrived_ms=ms, max_tokens=200) for ms in range(num_passed + 1)]
+    own, others = entry_of("a", arrived_ms=999, max_tokens=1), entry_of("b", max_tokens=1)
+    await under_test.add(*stranded, own, others)
+    assert await under_test.pop_entries(room_of(100, capacity=199)) == [others]
+    await under_test.queue.remove_many([(MODEL, stranded[0].generation_id)])
+    assert await under_test.pop_entries(room_of(100, capacity=199)) == [own]
 
 
 # -- earmarks

@@ -85,11 +85,13 @@ local function try(generation)
     return 'TAKEN'
   elseif entry.max_tokens > largest_capacity then
     -- What would fit none of these sessions even when empty waits for another one, and must not block them.
-    if num_oversized >= max_oversized then
-      is_over = true
+    num_oversized = num_oversized + 1
+    if num_oversized > max_oversized then
+      -- Who waits for the other session must not keep this one from the tenants that do not.
+      closed_tenants[entry.tenant] = true
+      is_over = num_oversized >= 2 * max_oversized
       return 'CLOSED'
     end
-    num_oversized = num_oversized + 1
     pass(generation, entry)
     return 'PASSED'
   elseif num_passed >= max_passed then
