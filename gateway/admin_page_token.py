@@ -23,7 +23,7 @@ def decode_admin_token(token: str, filters: Sequence[str]) -> str | None:
         version, position, token_filters = json.loads(base64.urlsafe_b64decode(token + "=" * (-len(token) % 4)))
     except (ValueError, TypeError, RecursionError, binascii.Error):
         raise InvalidArgumentError("page_token", "is no page token") from None
-    if version != _VERSION or not isinstance(position, str) or "\x00" in position:
+    if version != _VERSION or not isinstance(position, str) or not position.isprintable():
         raise InvalidArgumentError("page_token", "is no page token")
     if token_filters != list(filters):
         raise InvalidArgumentError("page_token", "was made with another filter")

@@ -240,6 +240,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("GetTenant", {"tenant_id": "A"}, "tenant_id"),
     ("ListTenants", {"page_size": 1001}, "page_size"),
     ("ListTenants", {"page_token": "nonsense"}, "page_token"),
+    ("ListTenants", {"page_token": "WzEsICJcdWQ4MDAiLCBbInRlbmFudHMiXV0"}, "page_token"),  # half of a character
     ("CreateKey", {}, "tenant_id"),
     ("CreateKey", T | {"name": "n" * 101}, "name"),
     ("CreateKey", T | limits(tokens_per_minute=MAX_LIMIT + 1), "limits.tokens_per_minute"),
