@@ -1,6 +1,7 @@
 """Gives queued generations to sessions with room: pop → route → commit the grants → open the logs → assign what open returned."""
 
 import asyncio
+import contextlib
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -83,10 +84,10 @@ class Dispatcher:
             except Exception:  # noqa: BLE001 - one bad round must not end the scheduler
                 _log.exception("dispatch_failed")
                 pause_s = _UNAVAILABLE_PAUSE_S
-            try:
-                await asyncio.wait_for(self._wake.wait(), timeout=pause_s)
-            except TimeoutError:
-                continue
+            # Not wait_for: before Python 3.12 it loses a cancellation that comes together with the wake.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
 
     async def run_once(self) -> bool:
         """One pop for each model whose sessions have room; whether anything was granted."""
