@@ -49,12 +49,16 @@ class NativeEngine:
         num_host_blocks: int = 0,
         timer: Callable[[], float] = time.perf_counter,
         note_untried: NoteUntried = note_nothing,
+        known_steps: Iterable[tuple[StepPlan, float]] = (),
     ) -> None:
+        """`known_steps`: plans that the executor has run before, and their seconds."""
         self._executor = executor
         self._capabilities = capabilities
         self._fingerprint = model_fingerprint(revision=capabilities.model_revision, precision=capabilities.precision)
         self._pool = BlockPool(num_blocks=capabilities.num_blocks, block_size=capabilities.block_size)
         self._scheduler = StepScheduler(pool=self._pool, limits=limits, num_host_blocks=num_host_blocks)
+        for plan, seconds in known_steps:
+            self._scheduler.observe(plan, seconds)
         self._table = table
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock

@@ -29,6 +29,8 @@ class EngineParts:
     capabilities: Capabilities
     runner: ModelRunner
     table: TokenTable
+    known_steps: tuple[tuple[StepPlan, float], ...] = ()
+    """Plans that have been run, and their seconds."""
 
 
 def load_native_engine(
@@ -61,6 +63,7 @@ def make_engine(
         num_host_blocks=settings.num_host_blocks,
         clock=clock,
         note_untried=note_untried,
+        known_steps=parts.known_steps,
     )
 
 
@@ -89,7 +92,7 @@ def load_parts(
     )
     attention = _allocate_kv_memory(shape, device, dtype, kv_dtype)
     runner = ModelRunner(model=model, attention=attention, on_progress=on_progress)
-    _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
+    warm_up = _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
     capabilities = Capabilities(
         engine="native",
         model=manifest.model,
@@ -108,7 +111,7 @@ def load_parts(
             "kv_dtype": settings.kv_dtype or settings.dtype,
         },
     )
-    return EngineParts(manifest=manifest, capabilities=capabilities, runner=runner, table=table)
+    return EngineParts(manifest=manifest, capabilities=capabilities, runner=runner, table=table, known_steps=(warm_up,))
 
 
 def _read_description(directory: Path) -> tuple[ModelManifest, ModelConfig]:
@@ -175,9 +178,13 @@ def _allocate_kv_memory(
         raise EngineStartError(f"KV memory of {shape.num_blocks} blocks cannot be allocated: {error}") from error
 
 
-def _warm_up(runner: ModelRunner, num_tokens: int) -> None:
-    """One small forward, so that the first request does not pay for lazy initialisation."""
+def _warm_up(runner: ModelRunner, num_tokens: int) -> tuple[StepPlan, float]:
+    """Two small forwards: the first pays for lazy initialisation, the second tells what such a step costs."""
     warm_up = PlannedSequence(
         sequence_id="warm-up", start=0, token_ids=(0,) * num_tokens, block_table=(0,), is_sampled=True
     )
-    runner.logits(StepPlan(sequences=(warm_up,)))
+    plan = StepPlan(sequences=(warm_up,))
+    runner.logits(plan)
+    started = time.perf_counter()
+    runner.logits(plan)
+    return plan, time.perf_counter() - started

@@ -19,9 +19,9 @@ class EngineSettings:
 
     threads: None takes what affinity and control group allow. num_blocks: None takes `memory_share` of the available
     memory, but not more than max_running sequences of full length need. num_host_blocks: blocks of the host tier, 0 for
-    none. target_step_ms: prefill and admission are bounded so that a step takes about no longer. kv_dtype: what keys and
-    values are stored as, None for dtype; all workers of a model need the same, because it changes the last bits of
-    logits. Other limits as in StepLimits.
+    none. target_step_ms: prefill and admission are bounded so that a step takes about no longer, and streams beside a long
+    prompt go on twice a second; None for no bound. kv_dtype: what keys and values are stored as, None for dtype; all
+    workers of a model need the same, because it changes the last bits of logits. Other limits as in StepLimits.
     """
 
     threads: int | None = None
@@ -33,7 +33,7 @@ class EngineSettings:
     token_budget: int = 512
     max_long_prefills: int = 2
     long_prefill_tokens: int = 256
-    target_step_ms: float | None = None
+    target_step_ms: float | None = 500.0
     device: str = "cpu"
     dtype: str = "float32"
     kv_dtype: str | None = None

@@ -1,6 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
+from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.sequence import PlannedSequence, StepPlan
+from gpu_worker.engine.settings import EngineSettings
 from gpu_worker.engine.step_cost import StepCost, attended_positions
+from gpu_worker.engine.step_scheduler import StepScheduler
 from tests.support.step_runs import BATCH, INTERACTIVE, finish_step, make_scheduler, make_sequence, run_step
 
 
@@ -77,6 +83,48 @@ def test_prefill_is_cut_so_that_steps_stay_within_the_target():
     assert steps[0][0].num_tokens == 16, "before anything is known, the least"
     assert max(seconds for _, seconds in steps) <= 0.105
     assert sum(seconds for _, seconds in steps[4:]) / 16 > 0.09, "and the target is used"
+
+
+def run_beside_a_long_prompt(limits):
+    """8 streams decode, then a prompt of 6,000 tokens comes. The longest step, and the seconds until the prompt is computed.
+
+    The costs are those of SmolLM2-135M on two cores: 20 ms, 1.8 ms a token, and 0.2 us an attended position.
+    """
+    costs = {"c0": 0.02, "c1": 0.0018, "c2": 2e-7}
+    scheduler = StepScheduler(pool=BlockPool(num_blocks=2000, block_size=16), limits=limits)
+    warm_up = PlannedSequence(sequence_id="w", start=0, token_ids=(0,) * 16, block_table=(0,), is_sampled=True)
+    known = StepPlan(sequences=(warm_up,))
+    scheduler.observe(known, cost_of(known, **costs))
+    for number in range(8):
+        scheduler.add(make_sequence(f"{number}", range(number, 100 + number), output=2000))
+    for _ in range(10):
+        run_timed(scheduler, **costs)
+    long = make_sequence("long", range(6000))
+    scheduler.add(long)
+    taken = []
+    while not long.is_decoding:
+        plan, seconds = run_timed(scheduler, **costs)
+        assert {f"{number}" for number in range(8)} <= {planned.sequence_id for planned in plan.sequences}
+        taken.append(seconds)
+    return max(taken), sum(taken)
+
+
+def test_by_default_streams_beside_a_long_prompt_go_on_twice_a_second():
+    limits = EngineSettings().step_limits()
+    longest, seconds = run_beside_a_long_prompt(limits)
+    longest_without, seconds_without = run_beside_a_long_prompt(replace(limits, target_step_s=None))
+    assert longest <= 0.55
+    assert longest_without > 0.9
+    assert seconds < 1.25 * seconds_without, "and the prompt pays little for it"
+
+
+def test_by_default_a_full_batch_of_a_small_model_decodes_together():
+    scheduler = StepScheduler(pool=BlockPool(num_blocks=2000, block_size=16), limits=EngineSettings().step_limits())
+    for number in range(64):
+        scheduler.add(make_sequence(f"{number}", range(number, number + 60), output=200))
+    for _ in range(60):
+        run_timed(scheduler, c0=0.02, c1=0.0024, c2=4e-7)
+    assert scheduler.num_running == 64
 
 
 def test_prefill_always_progresses_by_the_least_chunk():
