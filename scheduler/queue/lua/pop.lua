@@ -18,6 +18,7 @@ local answers, num_popped = {}, 0
 local new_floor -- what the tenant served last had before
 local passed, num_seen, num_passed, num_oversized = {}, 0, 0, 0
 local num_passed_by_tenant, closed_tenants, is_over = {}, {}, false
+local walked = {} -- tenants at the front of a lane without a head
 
 -- What the entries taken change in structures that nothing in this script reads before its end: written in one piece.
 local flights, pops, deadlines, changes = {}, {}, {}, {}
@@ -29,6 +30,7 @@ end
 
 local function take(generation, entry, packed, room)
   end_waiting(generation, entry)
+  walked = {}
   for _, other in ipairs(rooms) do
     if other.earmark == generation then
       other.earmark = nil
@@ -153,13 +155,15 @@ local function pick_earmarked(rank)
   return false
 end
 
--- The first head of a lane, by counter, tenant, order and id; walks over tenants whose heads were all looked past.
+-- The first head of a lane, by counter, tenant, order and id; walks over tenants whose heads were all looked past. These
+-- have none before something is taken, which also changes the order of tenants: until then the next walk begins behind them.
 local function head_of_lane(lane)
   if not is_lane_used(lane) then
     return nil
   end
-  local index = 0
+  local index = walked[lane] or 0
   while true do
+    walked[lane] = index
     local found = call('ZRANGE', tenants_key(lane), index, index, 'WITHSCORES')
     if #found == 0 then
       return nil
