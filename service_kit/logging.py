@@ -37,7 +37,9 @@ def configure_logging(
     if log_format is LogFormat.JSON:
         renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        renderer = [structlog.dev.ConsoleRenderer(colors=output.isatty())]
+        # Not its own tracebacks: they show what variables hold, which may be a prompt or a key.
+        plain = structlog.dev.plain_traceback
+        renderer = [structlog.dev.ConsoleRenderer(colors=output.isatty(), exception_formatter=plain)]
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level_number),

@@ -47,3 +47,20 @@ def test_the_console_form_is_readable(stream: io.StringIO) -> None:
     get_logger().info("started", port=1)
     assert "started" in stream.getvalue()
     assert "port=1" in stream.getvalue()
+
+
+@pytest.mark.parametrize("log_format", LogFormat)
+def test_a_traceback_does_not_show_what_variables_hold(log_format: LogFormat, stream: io.StringIO) -> None:
+    configure_logging(service="gateway", log_format=log_format, stream=stream)
+    _fail_and_log("what somebody asked")
+    logged = stream.getvalue()
+    assert "ZeroDivisionError" in logged
+    assert "in _fail_and_log" in logged
+    assert "what somebody asked" not in logged
+
+
+def _fail_and_log(prompt: str) -> None:
+    try:
+        assert len(prompt) / 0
+    except ZeroDivisionError:
+        get_logger().exception("failed")
