@@ -18,6 +18,7 @@ from service_kit.telemetry import setup_tracing
 from service_kit.tls import ServerTls
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
+from state_store.postgres.pool import PoolSettings
 from state_store.postgres.store import PostgresStore
 from state_store.quota.redis_quota import RedisQuota
 from state_store.redis_checks import UnsafeRedisError, wait_for_safe_redis
@@ -62,7 +63,7 @@ async def serve(config: GatewayConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    store = PostgresStore(config.postgres_dsn)
+    store = PostgresStore(config.postgres_dsn, settings=PoolSettings(fails_fast=True))
     redis = connect_redis(config.redis_url)
     await store.open()
     try:
@@ -75,6 +76,7 @@ async def serve(config: GatewayConfig) -> None:
             log=RedisDeltaLog(redis),
             quota=RedisQuota(redis),
             check_stores=partial(wait_for_safe_redis, redis, allow_unsafe=config.allows_unsafe_redis),
+            pulse=store.pulse,
         )
         await app.run(stop)
     finally:

@@ -28,6 +28,7 @@ from service_kit.ids import GatewayId, GenerationId
 from service_kit.logging import get_logger
 from state_store.delta_log.port import DeltaLogReader
 from state_store.ports import GenerationStore, SessionStore
+from state_store.pulse import Pulse
 from state_store.quota.port import QuotaPort
 
 SERVICE_NAME = "inference.v1.InferenceService"
@@ -58,8 +59,10 @@ class GatewayApp:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         clock: Callable[[], float] = time.monotonic,
         check_stores: Callable[[], Awaitable[None]] | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
-        """`check_stores` runs once, before serving; what it raises ends the start."""
+        """`check_stores` runs once, before serving; what it raises ends the start. `pulse` is the store's: without it new
+        requests wait as long as the schedulers do."""
         self._config = config
         self._check_stores = check_stores
         self._sessions = sessions
@@ -69,7 +72,7 @@ class GatewayApp:
         self.hub = StreamHub(gateway_id=gateway_id, log=log, store=generations, limits=config.streams, clock=clock)
         self._scheduler = SchedulerClient(config.schedulers, access=config.access)
         encoder = PromptEncoder(self._pool, max_prompt_bytes=config.tokenization.max_prompt_bytes)
-        submitter = Submitter(scheduler=self._scheduler, crash_points=CrashPoints(config.crash_file))
+        submitter = Submitter(scheduler=self._scheduler, crash_points=CrashPoints(config.crash_file), pulse=pulse)
         authenticator = Authenticator(keys, now=now, clock=clock)
         admin = AdminServicer(authenticator, keys, now=now)
         servicer = InferenceServicer(

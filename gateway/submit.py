@@ -17,6 +17,7 @@ from service_kit.sampling import SamplingParams
 from service_kit.sampling_codec import encode_sampling
 from service_kit.telemetry import tracer
 from state_store.model import PriorityClass, State
+from state_store.pulse import Pulse
 from state_store.quota.port import QuotaCharge
 from state_store.tenants import ApiKey
 
@@ -56,7 +57,10 @@ class Submitter:
         *,
         scheduler: SchedulerClient,
         crash_points: CrashPoints | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
+        """`pulse` is the store's: while it is silent no scheduler is waited for, one after the other."""
+        self._pulse = pulse
         self._crash_points = crash_points or CrashPoints()
         self._scheduler = scheduler
 
@@ -72,7 +76,7 @@ class Submitter:
             is_reserved = await quota.reserve(charge)
             self._crash_points.hit("quota.reserved")
             try:
-                response = await self._scheduler.submit(encode_submit(submission))
+                response = await self._send(encode_submit(submission))
             except SluiceError:
                 # After UNAVAILABLE it is perhaps committed and bound: releasing only touches what is not bound.
                 if is_reserved:
@@ -86,6 +90,11 @@ class Submitter:
             state=State(response.state),
             prompt_tokens=response.prompt_tokens,
         )
+
+    async def _send(self, request: scheduler_pb2.SubmitRequest) -> scheduler_pb2.SubmitResponse:
+        if self._pulse is None:
+            return await self._scheduler.submit(request)
+        return await self._pulse.while_answering(lambda: self._scheduler.submit(request))
 
 
 def _charge_of(submission: Submission) -> QuotaCharge:

@@ -71,6 +71,7 @@ async def serve(config: SchedulerConfig) -> None:
         quota=quota,
         upkeep=quota,
         quota_records=store,
+        pulse=store.pulse,
     )
     assert parts.quota_reaper is not None
     retention = Retention(

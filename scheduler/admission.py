@@ -24,6 +24,7 @@ from service_kit.logging import get_logger
 from service_kit.sampling import MAX_SEED
 from state_store.model import GenerationRecord, NewGeneration, State
 from state_store.ports import GenerationStore, SubmitKind, SubmitResult
+from state_store.pulse import Pulse
 from state_store.quota.port import QuotaCharge, QuotaPort
 
 _log = get_logger()
@@ -44,8 +45,10 @@ class Admission:
         quota: QuotaPort,
         crash_points: CrashPoints,
         on_queued: Callable[[], None],
+        pulse: Pulse | None = None,
     ) -> None:
-        """`on_queued` wakes the dispatcher."""
+        """`on_queued` wakes the dispatcher. `pulse` is the store's: without it a caller waits as long as the store's calls
+        may take."""
         self._queue = queue
         self._store = store
         self._models = models
@@ -53,6 +56,7 @@ class Admission:
         self._quota = quota
         self._crash_points = crash_points
         self._on_queued = on_queued
+        self._pulse = pulse
         self._commits: Batcher[NewGeneration, SubmitResult | SluiceError] = Batcher(self._commit)
         self.is_draining = False
 
@@ -66,7 +70,7 @@ class Admission:
         if not has_seed:
             seeded = replace(generation.sampling, seed=secrets.randbelow(MAX_SEED))
             generation = replace(generation, sampling=seeded)
-        result = await self._commits.submit(generation)
+        result = await self._commit_in_time(generation)
         if isinstance(result, SluiceError):
             raise result
         if result.kind is SubmitKind.CONFLICT:
@@ -75,6 +79,13 @@ class Admission:
                 metadata={"generation_id": result.record.generation_id, "request_id": generation.request_id},
             )
         return result
+
+    async def _commit_in_time(self, generation: NewGeneration) -> SubmitResult | SluiceError:
+        """Raises UnavailableError as soon as the store does not answer. What was handed in may be committed later all the
+        same: the caller comes again with its request id, or nobody ever reads it and its grace ends it."""
+        if self._pulse is None:
+            return await self._commits.submit(generation)
+        return await self._pulse.while_answering(lambda: self._commits.submit(generation))
 
     async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult | SluiceError]:
         self._crash_points.hit("submit.received")

@@ -29,6 +29,10 @@ WATCHERS_RETURN = timedelta(seconds=6)
 """How soon watchers are known again after the log was away or emptied: gateways attach when they are connected again, and
 renew every 5 s."""
 
+MAX_STANDSTILL = 0.25
+"""Of a lease. With a second between two rounds, and another between two renewals, no longer one can stay unnoticed and let
+a lease look over: 1 + 5/4 s are less than the 4 s that are left of it when the store stops."""
+
 
 class Reaper:
     """`run_once` every second. `clock` is monotonic seconds, `now` the wall clock that watch times are compared with."""
@@ -62,6 +66,7 @@ class Reaper:
 
     async def run_once(self) -> None:
         """One round. A step that fails does not keep the others from running."""
+        began_s = self._clock()
         try:
             await self._store.list_sessions()
         except UnavailableError as error:
@@ -69,6 +74,7 @@ class Reaper:
             self._watching_known_since = None  # not looked at meanwhile: the log may have been away as well
             _log.warning("reaper_cannot_read", reason=error.reason)
             return
+        self._note_duration(began_s, "list_sessions")
         if self._readable_since_s is None:
             self._readable_since_s = self._clock()
         steps: list[Callable[[], Awaitable[None]]] = [
@@ -83,8 +89,10 @@ class Reaper:
             self.prune,
         ]
         for step in steps:
+            began_s = self._clock()
             try:
                 await step()
+                self._note_duration(began_s, step.__name__)
             except StoreUnavailableError as error:
                 self._readable_since_s = None
                 _log.warning("reaper_step_unavailable", step=step.__name__, reason=error.reason)
@@ -92,6 +100,13 @@ class Reaper:
                 _log.warning("reaper_step_unavailable", step=step.__name__, reason=error.reason)
             except Exception:  # noqa: BLE001 - one bad row must not keep the other repairs from running
                 _log.exception("reaper_step_failed", step=step.__name__)
+
+    def _note_duration(self, began_s: float, step: str) -> None:
+        """A store that stood still for a while could not be told that leases go on: it counts as one that was away."""
+        took_s = self._clock() - began_s
+        if took_s > self._lease.total_seconds() * MAX_STANDSTILL:
+            self._readable_since_s = None
+            _log.warning("store_stood_still", step=step, took_s=round(took_s, 3))
 
     async def rebuild_queue(self) -> None:
         """Fills an emptied queue from Postgres, then lets it serve."""

@@ -29,6 +29,7 @@ from service_kit.ids import SchedulerId
 from state_store.delta_log.port import DeltaLogWriter
 from state_store.model import NewSession
 from state_store.ports import Store
+from state_store.pulse import Pulse
 from state_store.quota.port import PermissiveQuota, QuotaPort, QuotaUpkeep
 from state_store.quota.records import QuotaRecords
 
@@ -73,9 +74,10 @@ def build(
     quota: QuotaPort | None = None,
     upkeep: QuotaUpkeep | None = None,
     quota_records: QuotaRecords | None = None,
+    pulse: Pulse | None = None,
 ) -> Parts:
     """Wires the scheduler over its stores. Without `hints` it is alone; without `quota` nothing is counted, and without
-    `upkeep` and `quota_records` (of the store) the counts are kept true by others."""
+    `upkeep` and `quota_records` (of the store) the counts are kept true by others; `pulse` as for the admission."""
     clocks = clocks or Clocks()
     scheduler_id = SchedulerId(config.scheduler_id or f"scheduler-{secrets.token_hex(4)}")
     crash_points = CrashPoints(config.crash_file)
@@ -136,6 +138,7 @@ def build(
         quota=quota,
         crash_points=crash_points,
         on_queued=dispatcher.wake,
+        pulse=pulse,
     )
     cancellation = Cancellation(store=store, registry=registry, recovery=recovery, hints=hints or NoCancelHints())
     reaper = Reaper(

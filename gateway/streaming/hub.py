@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -129,7 +129,9 @@ class StreamHub:
         """Serves until cancelled; one failed round is logged and the next one tries again."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._run_subscription())
-            group.create_task(self._run_maintenance())
+            # Apart from each other: a store that stands still must not let the leases of the watched run out.
+            group.create_task(self._run_regularly(self._keep_watching))
+            group.create_task(self._run_regularly(self._check_silent))
 
     async def _run_subscription(self) -> None:
         while True:
@@ -141,11 +143,11 @@ class StreamHub:
             self._connected.clear()
             await asyncio.sleep(self._limits.tick.total_seconds())
 
-    async def _run_maintenance(self) -> None:
+    async def _run_regularly(self, step: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(self._limits.tick.total_seconds())
             try:
-                await self.maintain_once()
+                await step()
             except UnavailableError as error:
                 _log.warning("stream_maintenance_delayed", error=str(error))
             except Exception:  # noqa: BLE001 - a round that fails must not end the streams
@@ -174,11 +176,14 @@ class StreamHub:
         The row check comes last and runs whatever happened to the log: with the log's server away, rows still end streams.
         """
         try:
-            await self._unwatch()
-            await self._attach_detached()
-            await self._renew_watches()
+            await self._keep_watching()
         finally:
             await self._check_silent()
+
+    async def _keep_watching(self) -> None:
+        await self._unwatch()
+        await self._attach_detached()
+        await self._renew_watches()
 
     async def _unwatch(self) -> None:
         leaving, self._to_unwatch = self._to_unwatch, set()

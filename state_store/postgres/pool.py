@@ -1,9 +1,10 @@
 """Connections to Postgres: bounded waits, few retries, and one error for "cannot be reached"."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
@@ -13,12 +14,16 @@ from psycopg.rows import DictRow, dict_row
 from psycopg_pool import AsyncConnectionPool
 
 from state_store.errors import StoreUnavailableError
+from state_store.postgres.probe import PostgresProbe
+from state_store.pulse import Pulse
 
 Connection = psycopg.AsyncConnection[DictRow]
 Parameters = Mapping[str, Any]
 Result = TypeVar("Result")
 
 _MAX_TRIES = 4
+_LAST_PATIENCE_S = 1.0
+"""At the close, with calls that were given up."""
 _RETRYABLE = (errors.DeadlockDetected, errors.SerializationFailure, errors.UniqueViolation)
 """Rolled back for the company they were in. A unique violation is two first writers of one id; the loser then sees it."""
 _UNAVAILABLE = (
@@ -48,6 +53,9 @@ class PoolSettings:
     idle_timeout: timedelta = timedelta(seconds=2)
     transaction_timeout: timedelta = timedelta(seconds=4)
     call_timeout: timedelta = timedelta(seconds=10)
+    fails_fast: bool = False
+    """Every call ends as soon as Postgres is known not to answer (see pulse.py): for a process whose calls all have
+    somebody waiting who can come again."""
 
 
 class Transaction:
@@ -76,6 +84,9 @@ class Database:
         self._dsn = dsn
         self._settings = settings
         self._pool: AsyncConnectionPool[Connection] | None = None
+        self._probe = PostgresProbe(_conninfo(dsn, settings))
+        self._given_up: set[asyncio.Future[Any]] = set()
+        self.pulse = Pulse(self._probe)
 
     async def open(self) -> None:
         """Returns at once; connections are made in the background and the first call waits for one."""
@@ -86,6 +97,10 @@ class Database:
     async def close(self) -> None:
         if self._pool is not None:
             pool, self._pool = self._pool, None
+            await self.pulse.close()
+            await self._probe.close()
+            if self._given_up:
+                await asyncio.wait(self._given_up, timeout=_LAST_PATIENCE_S)
             await pool.close()
 
     async def fetch(self, statement: str, parameters: Parameters) -> list[DictRow]:
@@ -110,30 +125,36 @@ class Database:
         """Raises StoreUnavailableError; errors that are our bugs pass."""
         if self._pool is None:
             raise StoreUnavailableError("the store is not open")
+        call = partial(self._bounded, partial(_retried, self._pool, work))
         try:
-            async with asyncio.timeout(self._settings.call_timeout.total_seconds()):
-                return await _retried(self._pool, work)
+            return await (self.pulse.while_answering(call) if self._settings.fails_fast else call())
         except (*_RETRYABLE, *_UNAVAILABLE) as error:
             raise StoreUnavailableError(f"Postgres does not answer: {type(error).__name__}") from error
 
+    async def _bounded(self, call: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Raises TimeoutError. A call that is over is cancelled and not waited for: psycopg asks the server to cancel the
+        statement and waits for its answer, which takes up to 10 s more where the server stands still."""
+        task = asyncio.create_task(call())
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._settings.call_timeout.total_seconds())
+            if not done:
+                raise TimeoutError
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                self._given_up.add(task)
+                task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Future[Any]) -> None:
+        self._given_up.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller is gone: it must not count as overlooked
+
     def _make_pool(self) -> AsyncConnectionPool[Connection]:
         settings = self._settings
-        bounds = {
-            "statement_timeout": settings.statement_timeout,
-            "lock_timeout": settings.lock_timeout,
-            "idle_in_transaction_session_timeout": settings.idle_timeout,
-            "transaction_timeout": settings.transaction_timeout,
-        }
-        options = [f"-c {name}={_milliseconds(bound)}" for name, bound in bounds.items()]
-        conninfo = make_conninfo(
-            self._dsn,
-            connect_timeout=max(1, round(settings.connect_timeout.total_seconds())),
-            tcp_user_timeout=_milliseconds(settings.call_timeout),
-            application_name="sluice",
-            options=" ".join([*options, "-c TimeZone=UTC"]),
-        )
         return AsyncConnectionPool(
-            conninfo,
+            _conninfo(self._dsn, settings),
             connection_class=Connection,
             kwargs={"autocommit": True, "row_factory": dict_row},
             min_size=settings.min_size,
@@ -155,6 +176,23 @@ async def _retried(pool: AsyncConnectionPool[Connection], work: Callable[[Connec
             continue
     async with pool.connection() as connection:
         return await work(connection)
+
+
+def _conninfo(dsn: str, settings: PoolSettings) -> str:
+    bounds = {
+        "statement_timeout": settings.statement_timeout,
+        "lock_timeout": settings.lock_timeout,
+        "idle_in_transaction_session_timeout": settings.idle_timeout,
+        "transaction_timeout": settings.transaction_timeout,
+    }
+    options = [f"-c {name}={_milliseconds(bound)}" for name, bound in bounds.items()]
+    return make_conninfo(
+        dsn,
+        connect_timeout=max(1, round(settings.connect_timeout.total_seconds())),
+        tcp_user_timeout=_milliseconds(settings.call_timeout),
+        application_name="sluice",
+        options=" ".join([*options, "-c TimeZone=UTC"]),
+    )
 
 
 def _milliseconds(duration: timedelta) -> int:

@@ -1,11 +1,13 @@
 """Worker sessions. Takeover and loss write the session row first: that waits for grants that hold it, and later grants
 see it. Only then, with a new snapshot, are the session's attempts read."""
 
+import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 from service_kit.ids import GenerationId, SessionId
 from state_store.decisions import is_grantable
+from state_store.errors import StoreUnavailableError
 from state_store.model import GenerationRecord, GenerationSummary, NewSession, SessionRecord
 from state_store.ports import LostSession, OpenedSession, OpenKind, Renewal
 from state_store.postgres import rows, statements
@@ -79,6 +81,7 @@ SELECT session_id, worker_id, address, scheduler_id, owner_epoch, state, model, 
     context_length, num_blocks, block_size, max_running, lease_expires_at
 FROM worker_sessions WHERE state = 'LIVE' OR %(include_over)s ORDER BY session_id
 """
+_MAX_STANDSTILL_S = 1.0
 
 
 class PostgresSessions(PostgresPart):
@@ -123,8 +126,13 @@ class PostgresSessions(PostgresPart):
         return lost[0] if lost else None
 
     async def lose_expired(self, *, limit: int, now: datetime | None = None) -> list[LostSession]:
+        asked_s = time.monotonic()
+
         async def work(transaction: Transaction) -> list[LostSession]:
             found = await transaction.fetch(_LOSE_EXPIRED, {"limit": limit, "now": now})
+            if found and time.monotonic() - asked_s > _MAX_STANDSTILL_S:
+                # Postgres stood still between the question and its answer, as did all renewals: undone.
+                raise StoreUnavailableError("Postgres stood still: whose lease is over is not known")
             return await _give_up_attempts(transaction, [row["session_id"] for row in found], now)
 
         return await self._database.transact(work)

@@ -9,6 +9,7 @@ from state_store.postgres.retention import PostgresRetention
 from state_store.postgres.sessions import PostgresSessions
 from state_store.postgres.tenants import PostgresTenants
 from state_store.postgres.usage import PostgresUsage
+from state_store.pulse import Pulse
 
 _DEFAULT_SETTINGS = PoolSettings()
 
@@ -28,6 +29,11 @@ class PostgresStore(
 
     def __init__(self, dsn: str, *, settings: PoolSettings = _DEFAULT_SETTINGS) -> None:
         super().__init__(Database(dsn, settings))
+
+    @property
+    def pulse(self) -> Pulse:
+        """Whether Postgres answers, for callers that cannot wait."""
+        return self._database.pulse
 
     async def open(self) -> None:
         """Starts the pool; does not wait for Postgres."""

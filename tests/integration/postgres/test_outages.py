@@ -1,4 +1,6 @@
-from collections.abc import Iterator
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -7,11 +9,12 @@ import pytest
 
 from sluice.local.postgres import LocalPostgres
 from state_store.errors import StoreUnavailableError
-from state_store.model import CancelCause
+from state_store.model import CancelCause, SessionRecord, SessionState
 from state_store.postgres.migrate import upgrade
 from state_store.postgres.pool import PoolSettings
 from state_store.postgres.store import PostgresStore
-from tests.support.generations import new_generation, submitted
+from tests.support.generations import new_generation, new_session, submitted
+from tests.support.processes import send_to_tree
 
 SHORT = PoolSettings(
     acquire_timeout=timedelta(seconds=1), lock_timeout=timedelta(milliseconds=100), call_timeout=timedelta(seconds=3)
@@ -25,10 +28,17 @@ def own_server(server_directory: Path) -> Iterator[LocalPostgres]:
         yield server
 
 
-async def test_a_stopped_server_is_unavailable_and_a_restarted_one_is_used_again(own_server: LocalPostgres) -> None:
+@pytest.fixture(scope="module")
+def own_dsn(own_server: LocalPostgres) -> str:
     dsn = own_server.create_database("outages")
     upgrade(dsn)
-    store = PostgresStore(dsn, settings=SHORT)
+    return dsn
+
+
+async def test_a_stopped_server_is_unavailable_and_a_restarted_one_is_used_again(
+    own_server: LocalPostgres, own_dsn: str
+) -> None:
+    store = PostgresStore(own_dsn, settings=SHORT)
     await store.open()
     record = await submitted(store)
     own_server.kill()
@@ -76,3 +86,51 @@ async def test_a_store_that_is_not_open_is_unavailable() -> None:
     await store.close()
     with pytest.raises(StoreUnavailableError):
         await store.get_many([])
+
+
+async def test_leases_that_look_over_because_the_server_stood_still_are_not_taken(
+    own_server: LocalPostgres, own_dsn: str
+) -> None:
+    store = PostgresStore(own_dsn)
+    await store.open()
+    session = new_session()
+    await store.open_session(session, lease=timedelta(milliseconds=700))
+    pid = own_server.pid
+    assert pid is not None
+    send_to_tree(pid, signal.SIGSTOP)
+    losing = asyncio.create_task(store.lose_expired(limit=10))
+    await asyncio.sleep(1.2)  # what is measured here is time
+    send_to_tree(pid, signal.SIGCONT)
+    with pytest.raises(StoreUnavailableError, match="stood still"):
+        await losing
+    assert [session.state for session in await store.list_sessions()] == [SessionState.LIVE]
+    assert [lost.session_id for lost in await store.lose_expired(limit=10)] == [session.session_id]
+    await store.close()
+
+
+async def test_a_store_that_fails_fast_does_not_wait_for_a_server_that_stands_still(
+    own_server: LocalPostgres, own_dsn: str
+) -> None:
+    store = PostgresStore(own_dsn, settings=PoolSettings(fails_fast=True))
+    await store.open()
+    await store.list_sessions()
+    pid = own_server.pid
+    assert pid is not None
+    send_to_tree(pid, signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(3):  # a call may take 10 s
+            with pytest.raises(StoreUnavailableError):
+                await store.list_sessions()
+    finally:
+        send_to_tree(pid, signal.SIGCONT)
+    assert await _first_answer_of(store.list_sessions) == []
+    await store.close()
+
+
+async def _first_answer_of(call: Callable[[], Awaitable[list[SessionRecord]]]) -> list[SessionRecord]:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await call()
+            except StoreUnavailableError:
+                await asyncio.sleep(0.02)

@@ -1,5 +1,6 @@
 import asyncio
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -12,6 +13,7 @@ from service_kit.ids import GatewayId, GenerationId
 from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.delta_log.port import AppendItem, LogView, OpenItem, Push
 from state_store.memory.store import MemoryStore
+from state_store.model import GenerationRecord
 
 GATEWAY = GatewayId("gateway")
 GENERATION = GenerationId("0190b5a0-0000-7000-8000-000000000000")
@@ -208,3 +210,48 @@ async def test_a_drain_waits_for_calls_that_began_before_it_and_lets_them_open_t
     rig.hub.close_all(UnavailableError("over"))
     with pytest.raises(UnavailableError):
         rig.hub.open(GENERATION, Cursor())
+
+
+class StandingStore(MemoryStore):
+    """Never answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_asked = asyncio.Event()
+
+    async def get_many(self, generation_ids: Sequence[GenerationId]) -> list[GenerationRecord | None]:
+        self.was_asked.set()
+        await asyncio.Event().wait()
+        return await super().get_many(generation_ids)
+
+
+async def test_a_store_that_stands_still_does_not_end_the_watching() -> None:
+    clock, store = Clock(), StandingStore()
+    log = MemoryDeltaLog(clock=lambda: datetime.fromtimestamp(clock.s, tz=UTC))
+    hub = StreamHub(
+        gateway_id=GATEWAY,
+        log=log,
+        store=store,
+        limits=StreamLimits(tick=timedelta(milliseconds=1)),
+        clock=clock,
+    )
+    await log.open_many([OpenItem(generation_id=GENERATION, attempt=1)])
+    running = asyncio.create_task(hub.run())
+    await asyncio.wait_for(hub.wait_connected(), 10)
+    reader = hub.open(GENERATION, Cursor())
+    await hub.attach(reader)
+    waiter = await waiting(reader)
+    clock.s += 6
+    await asyncio.wait_for(store.was_asked.wait(), 10)
+    clock.s += 6
+
+    async def is_renewed() -> bool:
+        (last,) = await log.last_watched_many([GENERATION])
+        return last is not None and last >= datetime.fromtimestamp(clock.s, tz=UTC)
+
+    async with asyncio.timeout(10):
+        while not await is_renewed():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    for task in (waiter, running):
+        task.cancel()
+    await asyncio.gather(waiter, running, return_exceptions=True)
