@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-recovery bench-fairness bench-retention chaos chaos-mutation clean
+.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-engine bench-recovery bench-fairness bench-retention chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -46,6 +46,11 @@ ENGINE ?= sim
 bench-core: $(READY) ## how the engine's core behaves on the small real model, each figure with its limit
 	$(BIN)/sluice models pull smollm2-135m-instruct
 	$(BIN)/python -m bench.engine_core
+
+bench-engine: $(READY) $(KERNELS) ## how fast the engine is alone, through gRPC, and beside the peers that SLUICE_BENCH_PEERS names: ARGS=...
+	$(BIN)/sluice models pull smollm2-135m-instruct
+	test -d .sluice/models/smollm2-135m-instruct-int8 || $(BIN)/sluice models quantize smollm2-135m-instruct
+	$(BIN)/python -m bench.engine $(ARGS)
 
 bench-recovery: TRIALS = 30
 bench-recovery: $(READY) ## how long streams pause when a process dies or hangs, each figure with its limit: TRIALS=30
