@@ -10,7 +10,7 @@ from bench.figures import Figure, percentile
 
 _ROUNDS = 3
 _LOAD_GROWS_S = 3.0
-_LIGHT_STEP_S = 0.1
+_LIGHT_STEP_S = 0.15
 
 
 def light(plan: Plan) -> Sequence[Figure]:
