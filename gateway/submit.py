@@ -82,7 +82,8 @@ class Submitter:
                 if is_reserved:
                     await quota.release(charge)
                 raise
-        if is_reserved and not response.created:
+        # Not created, and yet its own: by a scheduler that died behind the commit, before this one was asked.
+        if is_reserved and response.generation_id != submission.generation_id:
             await quota.release(charge)
         return Committed(
             generation_id=GenerationId(response.generation_id),

@@ -147,13 +147,13 @@ class Admission:
     async def _settle_reservations(
         self, generations: Sequence[NewGeneration], results: Sequence[SubmitResult | SluiceError | None]
     ) -> None:
-        """Binds what was created; what attached, conflicted or was refused gives its reservation back. Failing is harmless:
+        """Binds what was created, now or by a scheduler that died behind the commit, so that the gateway came here; what
+        attached to another, conflicted or was refused gives its reservation back. Failing is harmless:
         unbound reservations run out by themselves, and rows bind theirs again when they are settled."""
         bound: list[QuotaCharge] = []
         released: list[QuotaCharge] = []
         for generation, result in zip(generations, results, strict=True):
-            is_created = isinstance(result, SubmitResult) and result.kind is SubmitKind.CREATED
-            (bound if is_created else released).append(_charge_of(generation))
+            (bound if _is_committed(generation, result) else released).append(_charge_of(generation))
         try:
             await self._quota.bind_many(bound)
             await self._quota.release_many(released)
@@ -209,6 +209,13 @@ def _refusal_of(generation: NewGeneration, verdict: BoundVerdict) -> SluiceError
             )
         case _:
             assert_never(verdict.status)
+
+
+def _is_committed(generation: NewGeneration, result: SubmitResult | SluiceError | None) -> bool:
+    """Whether it stands for itself, not for another generation with its request id."""
+    if not isinstance(result, SubmitResult) or result.kind is SubmitKind.CONFLICT:
+        return False
+    return result.record.generation_id == generation.generation_id
 
 
 def _charge_of(generation: NewGeneration) -> QuotaCharge:

@@ -54,6 +54,16 @@ class QuotaReaper:
         await self._quota.bind_many([record.charge for record in records if record.used_tokens is None])
         await self._quota.settle_many([_settlement(record) for record in records if record.used_tokens is not None])
 
+    async def bind_rows(self, generation_ids: Sequence[GenerationId]) -> None:
+        """For rows that nobody has bound: their scheduler died between commit and bind, or an operator made them. Raises
+        UnavailableError, but not while the counts are rebuilt: that begins with the rows and ends with a bind of all."""
+        found = await self._records.quota_records(generation_ids)
+        live = [record.charge for record in found if record is not None and record.used_tokens is None]
+        try:
+            await self._quota.bind_many(live)
+        except QuotaNotReadyError:
+            return
+
     async def rebuild(self) -> None:
         """Fills emptied counts from Postgres, then lets them serve.
 

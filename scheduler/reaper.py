@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from scheduler.cancellation import Cancellation
 from scheduler.policy import finish_without_worker, is_unwatched_for_too_long, queue_entry_of
 from scheduler.queue.port import AdmissionQueue, QueueEntry
+from scheduler.quota_upkeep import QuotaReaper
 from scheduler.recovery import Recovery
 from scheduler.session_registry import SessionRegistry
 from scheduler.tenant_weights import TenantWeights
@@ -47,6 +48,7 @@ class Reaper:
         registry: SessionRegistry,
         recovery: Recovery,
         cancellation: Cancellation,
+        quota: QuotaReaper | None,
         lease: timedelta,
         clock: Callable[[], float],
         now: Callable[[], datetime],
@@ -58,6 +60,7 @@ class Reaper:
         self._registry = registry
         self._recovery = recovery
         self._cancellation = cancellation
+        self._quota = quota
         self._lease = lease
         self._clock = clock
         self._now = now
@@ -148,12 +151,15 @@ class Reaper:
             _log.warning("in_flight_returned", count=returned)
 
     async def queue_unqueued(self) -> None:
-        """Rows committed by a scheduler that died before it queued them."""
+        """Rows committed by a scheduler that died before it queued them, perhaps before it bound their reservations, and
+        those that an operator has committed. Bound first: what has an entry is not looked at again."""
         async for page in self._queued_pages(min_age=UNQUEUED_AGE):
             known = await self._queue.contains_many([_entry_key(record) for record in page])
             missing = [record for record, is_known in zip(page, known, strict=True) if not is_known]
             if missing:
                 _log.warning("unqueued_rows_queued", count=len(missing))
+                if self._quota is not None:
+                    await self._quota.bind_rows([record.generation_id for record in missing])
                 await self._queue.enqueue_many(await self._entries(missing))
 
     async def _entries(self, rows: Sequence[GenerationSummary]) -> list[QueueEntry]:

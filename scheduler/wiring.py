@@ -141,6 +141,7 @@ def build(
         pulse=pulse,
     )
     cancellation = Cancellation(store=store, registry=registry, recovery=recovery, hints=hints or NoCancelHints())
+    quota_reaper = QuotaReaper(quota=quota, upkeep=upkeep, records=quota_records) if upkeep and quota_records else None
     reaper = Reaper(
         store=store,
         log=log,
@@ -149,6 +150,7 @@ def build(
         registry=registry,
         recovery=recovery,
         cancellation=cancellation,
+        quota=quota_reaper,
         lease=config.lease,
         clock=clocks.monotonic_s,
         now=clocks.now,
@@ -168,9 +170,7 @@ def build(
         registry=registry,
         reaper=reaper,
         admission=admission,
-        quota_reaper=(
-            QuotaReaper(quota=quota, upkeep=upkeep, records=quota_records) if upkeep and quota_records else None
-        ),
+        quota_reaper=quota_reaper,
         models=models,
         charges=charges,
     )

@@ -4,7 +4,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -41,6 +41,11 @@ class QuotaRig:
     async def submit(self, **fields: Any) -> NewGeneration:
         """Reserved and submitted: 3 prompt tokens, at most 100 of output."""
         generation = make_generation(**fields)
+        await self.reserve(generation)
+        await self.scheduler.submit(generation)
+        return generation
+
+    async def reserve(self, generation: NewGeneration) -> None:
         charge = QuotaCharge(
             generation_id=generation.generation_id,
             tenant_id=TENANT,
@@ -49,8 +54,6 @@ class QuotaRig:
             max_output_tokens=100,
         )
         await self.quota.reserve(charge, SUBJECT)
-        await self.scheduler.submit(generation)
-        return generation
 
     async def used(self) -> list[int]:
         """Requests, live ones, tokens of the day."""
@@ -111,6 +114,25 @@ async def test_attaching_and_conflicting_requests_give_their_reservations_back(r
     with pytest.raises(AlreadyExistsError):
         await rig.submit(request_id="mine", request_hash=b"x" * 32)
     assert await rig.used() == [1, 1, 103]
+
+
+async def test_a_row_whose_scheduler_died_behind_the_commit_keeps_the_reservation(rig: QuotaRig) -> None:
+    generation = make_generation()
+    await rig.reserve(generation)
+    await rig.scheduler.stores.store.submit_many([generation])
+    await rig.scheduler.submit(generation)  # the gateway asks the next scheduler
+    assert rig.quota._data.reservations[generation.generation_id].is_bound
+    assert await rig.used() == [1, 1, 103]
+
+
+async def test_a_row_that_nobody_has_bound_is_counted_when_the_reaper_queues_it(rig: QuotaRig) -> None:
+    generation = make_generation()  # as a requeue of a dead letter makes it, or what the gateway gave up and released
+    await rig.scheduler.stores.store.submit_many([generation], now=_now() - timedelta(seconds=3))
+    assert await rig.used() == [0, 0, 0]
+    await rig.scheduler.parts.reaper.run_once()
+    assert await rig.used() == [1, 1, 103]
+    await rig.cancel(generation)
+    assert await rig.used() == [1, 0, 3]
 
 
 async def test_a_request_cancelled_in_the_queue_counts_its_prompt(rig: QuotaRig) -> None:
