@@ -7,6 +7,8 @@
 // A pair of neighbouring inputs, as two 16-bit numbers, goes through one multiply-add: as fast as the 8-bit instruction
 // would be, whose 16-bit sums overflow with full 8-bit weights, and with room for finer rows.
 //
+// A product is one call, and one region of threads: what comes before it, rounding, the sums.
+//
 // Weights lie in panels of kColumns outputs: [panels][pairs of inputs][kColumns][2].
 
 #include <omp.h>
@@ -57,7 +59,8 @@ inline __m128i round_eight(Vector x, Vector factor) {
   return _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
 }
 
-// Writes the row as whole numbers, padded with zeros to an even width; returns what one of them stands for.
+// Writes the row as whole numbers, padded with a zero to an even width; returns what one of them stands for: nothing for a row
+// of zeros, not a number for one with something that is not finite, whose whole numbers are zeros.
 inline float round_row(const float* row, int64_t width, int16_t* out) {
   const float largest = largest_magnitude(row, width);
   const bool is_zero = largest < 1e-30f, is_finite = largest <= 3.4028235e38f;
@@ -142,52 +145,8 @@ void multiply_rows(const Product& product, int64_t row, int64_t count, int64_t p
   }
 }
 
-}  // namespace
-
-// in [rows, width] -> out [rows, width rounded up to even], and the scale of each row: 0 for one of zeros, not a number for
-// one with something that is not finite, whose whole numbers are zeros.
-SLUICE_EXPORT void sluice_round_rows(const float* in, int64_t stride, int64_t rows, int64_t width, int16_t* out, float* scales,
-                                     int64_t threads) {
-  const bool worth = rows * width >= kWorthThreads;
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
-  for (int64_t row = 0; row < rows; ++row)
-    scales[row] = round_row(in + row * stride, width, out + row * (width + width % 2));
-}
-
-// hidden [rows, width] += delta, if there is one; out and scales as above, of its normalised rows. scratch [threads, width].
-SLUICE_EXPORT void sluice_add_norm_and_round(float* hidden, const float* delta, const float* weight, float eps, int64_t rows,
-                                             int64_t width, int16_t* out, float* scales, float* scratch, int64_t threads) {
-  const bool worth = rows * width >= kWorthThreads;
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
-  for (int64_t row = 0; row < rows; ++row) {
-    float* normalised = scratch + omp_get_thread_num() * width;
-    if (delta) add_row(hidden + row * width, delta + row * width, width);
-    normalise(hidden + row * width, weight, eps, width, normalised);
-    scales[row] = round_row(normalised, width, out + row * (width + width % 2));
-  }
-}
-
-// out and scales as above, of silu(gate) * up of the rows of gate_up [rows, 2 * width]. scratch [threads, width].
-SLUICE_EXPORT void sluice_gate_and_round(const float* gate_up, int64_t stride, int64_t rows, int64_t width, int16_t* out,
-                                         float* scales, float* scratch, int64_t threads) {
-  const bool worth = rows * width >= kWorthThreads / 4;
-#pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads)) if (worth && threads > 1)
-  for (int64_t row = 0; row < rows; ++row) {
-    float* gated = scratch + omp_get_thread_num() * width;
-    const float* gate = gate_up + row * stride;
-    gate_row(gate, gate + width, 0, width, gated);
-    scales[row] = round_row(gated, width, out + row * (width + width % 2));
-  }
-}
-
-// out [rows, outputs] = rows x weights; scales and bias (or none) are padded to whole panels.
-SLUICE_EXPORT void sluice_multiply_int8(const int16_t* rows, const float* row_scales, int64_t num_rows, const int8_t* weights,
-                                        const float* scales, const float* bias, float* out, int64_t pairs, int64_t outputs,
-                                        int64_t threads) {
-  const Product product = {rows, row_scales, weights, scales, bias, out, pairs, outputs};
-  const int64_t panels = (outputs + kColumns - 1) / kColumns;
-  const bool worth = num_rows * outputs * pairs >= kWorthThreads;
-#pragma omp parallel num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+void multiply_all(const Product& product, int64_t num_rows) {
+  const int64_t panels = (product.outputs + kColumns - 1) / kColumns;
   for (int64_t first = 0; first < num_rows; first += kRowsAtOnce) {
     const int64_t count = num_rows - first < kRowsAtOnce ? num_rows - first : kRowsAtOnce;
     const int64_t tiles = (count + kRows - 1) / kRows;
@@ -198,4 +157,74 @@ SLUICE_EXPORT void sluice_multiply_int8(const int16_t* rows, const float* row_sc
         multiply_rows(product, first + begin, end - begin, panel);
       }
   }
+}
+
+extern "C" {
+
+// A weight in panels; scales and bias (or none) have a number for each column of all panels.
+struct SluiceInt8 {
+  const int8_t* weights;
+  const float *scales, *bias;
+  int64_t inputs, outputs;
+};
+
+}  // extern "C"
+
+int64_t even(int64_t width) { return width + width % 2; }
+
+// Rounds what `prepare(row, scratch)` gives for each row, and multiplies. The workspace holds whole numbers, their scales and
+// a row for each thread.
+template <typename Prepare>
+void round_and_multiply(const SluiceInt8& weight, int64_t num_rows, char* workspace, float* out, int64_t threads,
+                        Prepare prepare) {
+  const int64_t width = even(weight.inputs);
+  float* row_scales = reinterpret_cast<float*>(workspace);
+  float* scratch = row_scales + num_rows;
+  int16_t* rows = reinterpret_cast<int16_t*>(scratch + threads * weight.inputs);
+  const Product product = {rows, row_scales, weight.weights, weight.scales, weight.bias, out, width / 2, weight.outputs};
+  const bool worth = num_rows * weight.outputs * weight.inputs >= kWorthThreads;
+#pragma omp parallel num_threads(static_cast<int>(threads)) if (worth && threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const float* prepared = prepare(row, scratch + omp_get_thread_num() * weight.inputs);
+      row_scales[row] = round_row(prepared, weight.inputs, rows + row * width);
+    }
+    multiply_all(product, num_rows);
+  }
+}
+
+}  // namespace
+
+// Bytes of the workspace of a product.
+SLUICE_EXPORT int64_t sluice_int8_workspace_size(const SluiceInt8* weight, int64_t num_rows, int64_t threads) {
+  return (num_rows + threads * weight->inputs) * sizeof(float) + num_rows * even(weight->inputs) * sizeof(int16_t);
+}
+
+// out [num_rows, outputs] = rows x weight.
+SLUICE_EXPORT void sluice_int8_rows(const SluiceInt8* weight, const float* rows, int64_t stride, int64_t num_rows,
+                                    char* workspace, float* out, int64_t threads) {
+  round_and_multiply(*weight, num_rows, workspace, out, threads, [=](int64_t row, float*) { return rows + row * stride; });
+}
+
+// hidden [num_rows, inputs] += delta, if there is one; out = its normalised rows x weight.
+SLUICE_EXPORT void sluice_int8_after_norm(const SluiceInt8* weight, float* hidden, const float* delta, const float* norm,
+                                          float eps, int64_t num_rows, char* workspace, float* out, int64_t threads) {
+  const int64_t width = weight->inputs;
+  round_and_multiply(*weight, num_rows, workspace, out, threads, [=](int64_t row, float* scratch) {
+    if (delta) add_row(hidden + row * width, delta + row * width, width);
+    normalise(hidden + row * width, norm, eps, width, scratch);
+    return scratch;
+  });
+}
+
+// out = silu(gate) * up x weight, of gate_up [num_rows, 2 * inputs].
+SLUICE_EXPORT void sluice_int8_after_gate(const SluiceInt8* weight, const float* gate_up, int64_t stride, int64_t num_rows,
+                                          char* workspace, float* out, int64_t threads) {
+  const int64_t width = weight->inputs;
+  round_and_multiply(*weight, num_rows, workspace, out, threads, [=](int64_t row, float* scratch) {
+    const float* gate = gate_up + row * stride;
+    gate_row(gate, gate + width, 0, width, scratch);
+    return scratch;
+  });
 }

@@ -1,6 +1,7 @@
-"""The int8 kernels: rows rounded to whole numbers, and their products with int8 weights."""
+"""The int8 kernels: products of rows, rounded on the way, with int8 weights. One call for each product."""
 
-from dataclasses import dataclass
+import ctypes
+from ctypes import c_int64, c_void_p
 
 import torch
 
@@ -11,103 +12,96 @@ COLUMNS = 16
 LARGEST_ACTIVATION = 511
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedRows:
-    """Whole numbers int16 [T, W], W even, and what one of them stands for in each row, fp32 [T]."""
+class _Int8(ctypes.Structure):
+    """SluiceInt8 of int8.cpp."""
 
-    values: torch.Tensor
-    scales: torch.Tensor
-
-    @classmethod
-    def empty(cls, num_rows: int, width: int) -> "RoundedRows":
-        """Room for rows of `width` numbers."""
-        values = torch.empty(num_rows, width + width % 2, dtype=torch.int16)
-        return cls(values=values, scales=torch.empty(num_rows, dtype=torch.float32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("weights", "scales", "bias")),
+        *((name, c_int64) for name in ("inputs", "outputs")),
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """int8 [panels, W / 2, COLUMNS, 2]; the scale and the bias of each column of all panels."""
+    """A copy of `weight` int8 [out, in] in panels [panels, in / 2, COLUMNS, 2], with the scale [out] of its rows and a bias."""
 
-    panels: torch.Tensor
-    scale: torch.Tensor
-    bias: torch.Tensor | None
-    num_outputs: int
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> "PackedWeight":
-        """A copy of `weight` int8 [out, in] in the kernel's layout."""
-        num_outputs, num_inputs = weight.shape
-        padded = torch.zeros(-(-num_outputs // COLUMNS) * COLUMNS, num_inputs + num_inputs % 2, dtype=torch.int8)
-        padded[:num_outputs, :num_inputs] = weight
-        panels = padded.view(len(padded) // COLUMNS, COLUMNS, padded.shape[1] // 2, 2)
-        return cls(
-            panels=panels.permute(0, 2, 1, 3).contiguous(),
-            scale=_pad(scale, len(padded)),
-            bias=None if bias is None else _pad(bias, len(padded)),
-            num_outputs=num_outputs,
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.num_outputs, self.num_inputs = weight.shape
+        size = -(-self.num_outputs // COLUMNS) * COLUMNS
+        padded = torch.zeros(size, self.num_inputs + self.num_inputs % 2, dtype=torch.int8)
+        padded[: self.num_outputs, : self.num_inputs] = weight
+        panels = padded.view(size // COLUMNS, COLUMNS, padded.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+        padded_scale, padded_bias = _pad(scale, size), None if bias is None else _pad(bias, size)
+        self._kept = (panels, padded_scale, padded_bias)
+        self._struct = _Int8(
+            weights=panels.data_ptr(),
+            scales=padded_scale.data_ptr(),
+            bias=None if padded_bias is None else padded_bias.data_ptr(),
+            inputs=self.num_inputs,
+            outputs=self.num_outputs,
         )
+        self.address = ctypes.addressof(self._struct)
 
 
 class Int8Kernels:
-    """The functions, on tensors of the CPU and on the threads that torch is set to."""
+    """The functions, on fp32 rows of the CPU and on the threads that torch is set to. For one thread of Python at a time:
+    products share a workspace."""
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._functions = kernels.functions
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._workspace_address = 0
 
-    def round_rows(self, rows: torch.Tensor) -> RoundedRows:
-        """Of fp32 `rows` [T, W] that are dense in themselves, each by its own largest magnitude."""
-        num_rows, width = rows.shape
-        assert rows.dtype == torch.float32
-        assert rows.stride(1) == 1
-        rounded = RoundedRows.empty(num_rows, width)
-        self._functions.sluice_round_rows(
-            rows.data_ptr(), rows.stride(0), num_rows, width, rounded.values.data_ptr(), rounded.scales.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return rounded
-
-    def add_norm_and_round(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> RoundedRows:
-        """Adds `delta`, if there is one, to `hidden` [T, W] in place, and rounds its normalised rows."""
-        num_rows, width = hidden.shape
-        assert hidden.dtype == torch.float32
-        assert hidden.is_contiguous()
-        assert delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)
-        assert weight.shape == (width,)
-        rounded, threads = RoundedRows.empty(num_rows, width), torch.get_num_threads()
-        scratch = torch.empty(threads * width, dtype=torch.float32)
-        self._functions.sluice_add_norm_and_round(
-            hidden.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), eps, num_rows, width,
-            rounded.values.data_ptr(), rounded.scales.data_ptr(), scratch.data_ptr(), threads,
-        )  # fmt: skip
-        return rounded
-
-    def gate_and_round(self, gate_up: torch.Tensor) -> RoundedRows:
-        """Rounds silu(gate) * up of `gate_up` [T, 2 * W]."""
-        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        assert gate_up.dtype == torch.float32
-        assert gate_up.stride(1) == 1
-        rounded, threads = RoundedRows.empty(num_rows, width), torch.get_num_threads()
-        scratch = torch.empty(threads * width, dtype=torch.float32)
-        self._functions.sluice_gate_and_round(
-            gate_up.data_ptr(), gate_up.stride(0), num_rows, width, rounded.values.data_ptr(), rounded.scales.data_ptr(),
-            scratch.data_ptr(), threads,
-        )  # fmt: skip
-        return rounded
-
-    def multiply(self, rows: RoundedRows, weight: PackedWeight) -> torch.Tensor:
-        """fp32 [T, out]."""
-        num_rows, num_pairs = len(rows.values), weight.panels.shape[1]
-        assert rows.values.shape[1] == 2 * num_pairs
-        out = torch.empty(num_rows, weight.num_outputs, dtype=torch.float32)
-        self._functions.sluice_multiply_int8(
-            rows.values.data_ptr(), rows.scales.data_ptr(), num_rows, weight.panels.data_ptr(), weight.scale.data_ptr(),
-            None if weight.bias is None else weight.bias.data_ptr(), out.data_ptr(), num_pairs, weight.num_outputs,
-            torch.get_num_threads(),
+    def multiply(self, rows: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """[T, out] of `rows` [T, in] that are dense in themselves."""
+        num_rows, threads = rows.shape[0], torch.get_num_threads()
+        _check(rows, weight.num_inputs)
+        out = torch.empty((num_rows, weight.num_outputs), dtype=torch.float32)
+        self._functions.sluice_int8_rows(
+            weight.address, rows.data_ptr(), rows.stride(0), num_rows, self._reserve(weight, num_rows, threads),
+            out.data_ptr(), threads,
         )  # fmt: skip
         return out
+
+    def multiply_after_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: tuple[torch.Tensor, float], weight: PackedWeight
+    ) -> torch.Tensor:
+        """Adds `delta`, if there is one, to `hidden` [T, in] in place, and multiplies its rows normalised by weight and eps."""
+        num_rows, threads = hidden.shape[0], torch.get_num_threads()
+        _check(hidden, weight.num_inputs)
+        assert hidden.is_contiguous()
+        assert delta is None or (delta.is_contiguous() and delta.shape == hidden.shape)
+        assert norm[0].numel() == weight.num_inputs
+        out = torch.empty((num_rows, weight.num_outputs), dtype=torch.float32)
+        self._functions.sluice_int8_after_norm(
+            weight.address, hidden.data_ptr(), None if delta is None else delta.data_ptr(), norm[0].data_ptr(), norm[1],
+            num_rows, self._reserve(weight, num_rows, threads), out.data_ptr(), threads,
+        )  # fmt: skip
+        return out
+
+    def multiply_after_gate(self, gate_up: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """[T, out] of silu(gate) * up, of `gate_up` [T, 2 * in]."""
+        num_rows, threads = gate_up.shape[0], torch.get_num_threads()
+        _check(gate_up, 2 * weight.num_inputs)
+        out = torch.empty((num_rows, weight.num_outputs), dtype=torch.float32)
+        self._functions.sluice_int8_after_gate(
+            weight.address, gate_up.data_ptr(), gate_up.stride(0), num_rows, self._reserve(weight, num_rows, threads),
+            out.data_ptr(), threads,
+        )  # fmt: skip
+        return out
+
+    def _reserve(self, weight: PackedWeight, num_rows: int, threads: int) -> int:
+        """The address of a workspace that is large enough."""
+        needed = self._functions.sluice_int8_workspace_size(weight.address, num_rows, threads)
+        if needed > self._workspace.shape[0]:
+            self._workspace = torch.empty(needed, dtype=torch.uint8)
+            self._workspace_address = self._workspace.data_ptr()
+        return self._workspace_address
+
+
+def _check(rows: torch.Tensor, width: int) -> None:
+    assert rows.dtype == torch.float32
+    assert rows.shape[1] == width
+    assert rows.stride(1) == 1
 
 
 def _pad(values: torch.Tensor, size: int) -> torch.Tensor:

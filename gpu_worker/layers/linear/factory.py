@@ -6,6 +6,7 @@ from typing import Any
 import structlog
 import torch
 
+from gpu_worker.kernels.int8 import Int8Kernels
 from gpu_worker.kernels.library import CpuKernels, load_cpu_kernels
 from gpu_worker.layers.linear.check import FP32_TOLERANCE, INT8_TOLERANCE, find_fault
 from gpu_worker.layers.linear.int8 import Int8Linear, Int8UnavailableError
@@ -28,6 +29,7 @@ class LinearFactory:
         """`namespace` holds oneDNN's operators; the kernels are loaded when an int8 weight comes."""
         self._namespace = namespace
         self._load_kernels = load_kernels
+        self._int8_kernels: Int8Kernels | None = None
         self._checked: set[tuple[str, torch.Size, bool]] = set()
         self._reasons: set[str] = set()
 
@@ -60,7 +62,9 @@ class LinearFactory:
         return packed
 
     def _pack_int8(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        packed = Int8Linear(self._load_kernels(), weight, scale, bias)
+        if self._int8_kernels is None and (kernels := self._load_kernels()):
+            self._int8_kernels = Int8Kernels(kernels)
+        packed = Int8Linear(self._int8_kernels, weight, scale, bias)
         fault = self._find_fault(packed, weight * scale[:, None], bias, tolerance=INT8_TOLERANCE)
         if fault is not None:
             raise Int8UnavailableError(fault)

@@ -7,7 +7,6 @@ its bits do not depend on its neighbours.
 import torch
 
 from gpu_worker.kernels.int8 import LARGEST_ACTIVATION, Int8Kernels, PackedWeight
-from gpu_worker.kernels.library import CpuKernels
 from gpu_worker.layers.norm import Norm
 
 LARGEST_WEIGHT = 127
@@ -25,7 +24,7 @@ class Int8Linear:
     is_batch_invariant = True
 
     def __init__(
-        self, kernels: CpuKernels | None, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+        self, kernels: Int8Kernels | None, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
         """`weight` int8 [out, in] within ±LARGEST_WEIGHT, `scale` fp32 [out]. Raises Int8UnavailableError."""
         num_inputs = weight.shape[1]
@@ -39,16 +38,14 @@ class Int8Linear:
             )
         if int(weight.min()) < -LARGEST_WEIGHT:
             raise Int8UnavailableError(f"a weight is below -{LARGEST_WEIGHT}")
-        self._kernels = Int8Kernels(kernels)
-        self._weight = PackedWeight.of(weight, scale, bias)
+        self._kernels = kernels
+        self._weight = PackedWeight(weight, scale, bias)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        dense = rows if rows.stride(1) == 1 else rows.contiguous()
-        return self._kernels.multiply(self._kernels.round_rows(dense), self._weight)
+        return self._kernels.multiply(rows if rows.stride(1) == 1 else rows.contiguous(), self._weight)
 
     def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        rounded = self._kernels.add_norm_and_round(hidden, delta, norm.weight, norm.eps)
-        return self._kernels.multiply(rounded, self._weight)
+        return self._kernels.multiply_after_norm(hidden, delta, (norm.weight, norm.eps), self._weight)
 
     def after_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._kernels.multiply(self._kernels.gate_and_round(gate_up), self._weight)
+        return self._kernels.multiply_after_gate(gate_up, self._weight)

@@ -29,7 +29,7 @@ def make_rows(num_rows, in_features):
 
 
 def pack(weight, scale, bias=None):
-    return Int8Linear(need_kernels(), weight, scale, bias)
+    return Int8Linear(Int8Kernels(need_kernels()), weight, scale, bias)
 
 
 def whole_numbers(rows):
