@@ -64,6 +64,7 @@ class Setting:
     gateways: int = 1
     schedulers: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    context_length: int = 8192
 
 
 class Arena:
@@ -128,6 +129,7 @@ def run(setting: Setting, measure: Measure, plan: Plan) -> Sequence[Figure]:
         counts=counts,
         engine_settings=engine_settings,
         overrides={"SLUICE_LOG_LEVEL": "WARNING", **setting.environment},
+        context_length=setting.context_length,
     ) as stack:
         return asyncio.run(_measure(stack, setting, measure, plan))
 

@@ -45,7 +45,7 @@ async def _light(arena: Arena) -> Sequence[Figure]:
 
 
 def interactive(plan: Plan) -> Sequence[Figure]:
-    """INTERACTIVE requests while BATCH fills the KV memory and waits for more."""
+    """INTERACTIVE requests while BATCH fills slots and KV memory, and more of it waits."""
     setting = Setting(tenants=[TenantPlan(name="batch"), TenantPlan(name="person")], slots=8, num_blocks=64)
     return run(setting, _interactive, plan)
 
