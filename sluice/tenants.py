@@ -104,7 +104,9 @@ async def find_tenant(store: TenantStore, tenant_id: TenantId) -> Tenant:
 
 
 async def find_key(store: TenantStore, text: str) -> ApiKey:
-    """By its id or its prefix. Raises UnknownKeyError."""
+    """By its id or its prefix. Raises UnknownKeyError and UserError."""
+    if not text.isprintable():
+        raise UserError(f"{text!r} is neither id nor prefix of a key")
     known = await store.find_key(text)
     # A change of nothing reads the key, and is not written down.
     return known if known is not None else await store.update_key(KeyId(text), KeyChange(), actor=operator())

@@ -6,6 +6,7 @@ import typer
 
 from sluice.commands.database import Dsn, with_store
 from sluice.console import say
+from sluice.errors import UserError
 from sluice.listing import Format, write_rows
 from sluice.tenants import AUDIT_COLUMNS, audit_fields
 
@@ -24,6 +25,8 @@ def audit_command(
     dsn: Dsn = None,
 ) -> None:
     """List changes of tenants and keys, newest first, with who made them."""
+    if target is not None and not target.isprintable():
+        raise UserError(f"--target {target!r}: is no id of a tenant or key")
     entries = with_store(dsn, lambda store: store.list_audit(target=target, before=None, limit=limit))
     write_rows(AUDIT_COLUMNS, [audit_fields(entry) for entry in entries], form, empty="no changes")
     if len(entries) == limit:

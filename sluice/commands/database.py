@@ -6,7 +6,9 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Annotated, Any, TypeVar
 
+import psycopg
 import typer
+from psycopg.conninfo import conninfo_to_dict
 
 from sluice.errors import UserError
 from sluice.home import find_home
@@ -27,11 +29,19 @@ def find_dsn(option: str | None) -> str:
     """Option, then SLUICE_POSTGRES_DSN, then the stack that runs here. Raises UserError."""
     given = option or os.environ.get("SLUICE_POSTGRES_DSN")
     if given:
-        return given
+        return _checked(given)
     postgres: Any = read_run_file(find_home().run_file).get("postgres", {})
     if "dsn" not in postgres:
         raise UserError("name the database with --dsn or SLUICE_POSTGRES_DSN")
     return str(postgres["dsn"])
+
+
+def _checked(dsn: str) -> str:
+    try:
+        conninfo_to_dict(dsn)
+    except (psycopg.ProgrammingError, UnicodeEncodeError):  # whose words repeat the password
+        raise UserError("--dsn or SLUICE_POSTGRES_DSN: give a libpq URL, as postgresql://user@host/database") from None
+    return dsn
 
 
 def with_store(

@@ -192,6 +192,8 @@ def test_changes_are_listed_with_the_operator_who_made_them(commands: Commands) 
         (["keys", "create", "--tenant", "x", "--expires-in", "soon"], UserError, "--expires-in 'soon'"),
         (["keys", "create", "--tenant", "x", "--expires-in", "0s"], InvalidArgumentError, "--expires-in"),
         (["keys", "revoke", "nothing"], SluiceError, "there is no key nothing"),
+        (["keys", "revoke", "\udcff"], UserError, "'\\udcff' is neither id nor prefix"),
+        (["audit", "--target", "\udcff"], UserError, "--target '\\udcff'"),
         (["keys", "rotate", "nothing", "--overlap", "91d"], InvalidArgumentError, "--overlap"),
         (["keys", "update", "nothing"], UserError, "name what to change"),
         (["quotas", "show"], UserError, "--tenant, or a key with --key"),
