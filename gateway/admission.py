@@ -8,7 +8,7 @@ from opentelemetry import trace
 
 from gateway.model_registry import ModelRegistry
 from gateway.prompt import PromptEncoder
-from gateway.queue_full import FullQueues, QueueName
+from gateway.queue_full import FullQueues
 from gateway.quota import CallQuota, Metadata
 from gateway.request_hash import request_hash
 from gateway.sampling_validation import parse_sampling
@@ -16,7 +16,7 @@ from gateway.submit import Committed, Submission, Submitter
 from gateway.validation import parse_delivery, parse_priority_class, parse_request_id
 from inference.v1 import types_pb2
 from service_kit.delta import Cursor
-from service_kit.errors import InvalidArgumentError, UnavailableError
+from service_kit.errors import InvalidArgumentError, QuotaExceededError, UnavailableError
 from service_kit.ids import GenerationId, RequestId, new_generation_id
 from service_kit.telemetry import current_traceparent
 from state_store.ports import GenerationStore
@@ -100,8 +100,11 @@ class Admission:
         draft = parse_sampling(spec.sampling, vocab_size=model.manifest.vocab_size)
         priority_class = parse_priority_class(spec.priority_class, key.tenant)
         times = parse_delivery(delivery, default_grace=default_grace)
-        queue = QueueName(revision=model.manifest.revision, priority_class=priority_class)
-        await self._refuse_full(queue, quota)
+        queue = (model.manifest.revision, priority_class, key.tenant.tenant_id)
+        full = self._full_queues.refusal(*queue)
+        # A known request id attaches, full queue or not; only such a caller costs a look into the store.
+        if full is not None and not await quota.is_known():
+            raise full
         with trace.use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False):
             prompt_token_ids = await self._encoder.encode_spec(spec, model)
             sampling = draft.complete(
@@ -122,15 +125,6 @@ class Admission:
             )
             try:
                 return await self._submitter.submit(submission, quota)
-            except UnavailableError as error:
-                self._full_queues.note(queue, error)
+            except (QuotaExceededError, UnavailableError) as error:
+                self._full_queues.note(*queue, error)
                 raise
-
-    async def _refuse_full(self, queue: QueueName, quota: CallQuota) -> None:
-        """A known request id attaches, full queue or not; only such a caller costs a look into the store."""
-        if not self._full_queues.is_full(queue):
-            return
-        refusal = self._full_queues.refusal(queue)
-        if await quota.is_known():
-            return
-        raise refusal

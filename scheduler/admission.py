@@ -1,5 +1,6 @@
 """Takes new generations in: refuse what has no place, commit, then tell, then queue."""
 
+import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from service_kit.errors import (
     SluiceError,
     UnavailableError,
 )
+from service_kit.ids import GenerationId
 from service_kit.logging import get_logger
 from service_kit.sampling import MAX_SEED
 from state_store.model import GenerationRecord, NewGeneration, State
@@ -33,7 +35,8 @@ NO_WORKER_RETRY_AFTER = timedelta(seconds=5)
 
 
 class Admission:
-    """One per scheduler process. Commits come in batches: while one commit runs, the next batch gathers."""
+    """One per scheduler process. Checks and commits come in batches of their own: while one runs, the next batch gathers, and
+    what is refused does not wait for what is committed."""
 
     def __init__(
         self,
@@ -57,8 +60,17 @@ class Admission:
         self._crash_points = crash_points
         self._on_queued = on_queued
         self._pulse = pulse
-        self._commits: Batcher[NewGeneration, SubmitResult | SluiceError] = Batcher(self._commit)
+        self._checks: Batcher[NewGeneration, SubmitResult | SluiceError | None] = Batcher(self._check)
+        self._commits: Batcher[NewGeneration, SubmitResult] = Batcher(self._commit)
+        self._claims: dict[GenerationId, BoundCheck] = {}
+        """Places of what has passed its check and is not queued yet."""
+        self._taking: set[asyncio.Task[SubmitResult | SluiceError]] = set()
         self.is_draining = False
+
+    @property
+    def num_claims(self) -> int:
+        """Requests that have passed their check and are not queued yet."""
+        return len(self._claims)
 
     async def submit(self, generation: NewGeneration, *, has_seed: bool) -> SubmitResult:
         """Commits the generation, or finds the one that has its request_id: that one attaches whatever is full. Raises
@@ -84,21 +96,45 @@ class Admission:
         """Raises UnavailableError as soon as the store does not answer. What was handed in may be committed later all the
         same: the caller comes again with its request id, or nobody ever reads it and its grace ends it."""
         if self._pulse is None:
-            return await self._commits.submit(generation)
-        return await self._pulse.while_answering(lambda: self._commits.submit(generation))
+            return await self._take(generation)
+        return await self._pulse.while_answering(lambda: self._take(generation))
 
-    async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult | SluiceError]:
+    async def _take(self, generation: NewGeneration) -> SubmitResult | SluiceError:
+        taking = asyncio.create_task(self._check_and_commit(generation))
+        self._taking.add(taking)
+        taking.add_done_callback(self._on_taken)
+        return await asyncio.shield(taking)
+
+    def _on_taken(self, taking: "asyncio.Task[SubmitResult | SluiceError]") -> None:
+        self._taking.discard(taking)
+        if not taking.cancelled():
+            taking.exception()  # a caller that went away must not make it "never retrieved"
+
+    async def _check_and_commit(self, generation: NewGeneration) -> SubmitResult | SluiceError:
+        """Goes on when its caller has gone, so that it gives its claim back."""
+        try:
+            return await self._checks.submit(generation) or await self._commits.submit(generation)
+        finally:
+            self._claims.pop(generation.generation_id, None)
+
+    async def _check(self, generations: Sequence[NewGeneration]) -> list[SubmitResult | SluiceError | None]:
+        """None for what may be committed; it has a claim to its place then."""
         self._crash_points.hit("submit.received")
-        refusals = await self._refusals(generations)
-        results = await self._attach(generations, refusals)
-        admitted = [index for index, result in enumerate(results) if result is None]
-        submitted = await self._store.submit_many([generations[index] for index in admitted]) if admitted else []
+        results = await self._attach(generations, await self._refusals(generations))
+        attached = [
+            (generation, result)
+            for generation, result in zip(generations, results, strict=True)
+            if isinstance(result, SubmitResult)
+        ]
+        await self._settle_reservations(attached)
+        return results
+
+    async def _commit(self, generations: Sequence[NewGeneration]) -> list[SubmitResult]:
+        results = await self._store.submit_many(generations)
         self._crash_points.hit("submit.committed")
-        for index, result in zip(admitted, submitted, strict=True):
-            results[index] = result
-        await self._settle_reservations(generations, results)
-        await self._enqueue([result.record for result in submitted if result.kind is SubmitKind.CREATED])
-        return [result for result in results if result is not None]
+        await self._settle_reservations(list(zip(generations, results, strict=True)))
+        await self._enqueue([result.record for result in results if result.kind is SubmitKind.CREATED])
+        return results
 
     # -- what has no place
 
@@ -114,21 +150,19 @@ class Admission:
         return refusals
 
     async def _over_bounds(self, generations: Sequence[NewGeneration]) -> list[SluiceError | None]:
-        checks = [
-            BoundCheck(
-                model_key=each.model_key,
-                tenant_id=each.tenant_id,
-                priority_class=each.priority_class,
-                prompt_tokens=len(each.prompt_token_ids),
-            )
-            for each in generations
-        ]
+        """Behind everything that has a claim to a place."""
+        claims = list(self._claims.values())
+        checks = [_bound_check_of(each) for each in generations]
         try:
-            verdicts = await self._queue.check_many(checks)
+            verdicts = (await self._queue.check_many([*claims, *checks]))[len(claims) :]
         except UnavailableError as error:
             # One error each: they are raised in as many tasks.
             return [UnavailableError(error.message, reason=Reason.STORE_UNAVAILABLE) for _ in generations]
-        return [_refusal_of(each, verdict) for each, verdict in zip(generations, verdicts, strict=True)]
+        refusals = [_refusal_of(each, verdict) for each, verdict in zip(generations, verdicts, strict=True)]
+        for each, check, refusal in zip(generations, checks, refusals, strict=True):
+            if refusal is None:
+                self._claims[each.generation_id] = check
+        return refusals
 
     async def _attach(
         self, generations: Sequence[NewGeneration], refusals: Sequence[SluiceError | None]
@@ -144,15 +178,13 @@ class Admission:
 
     # -- after the commit
 
-    async def _settle_reservations(
-        self, generations: Sequence[NewGeneration], results: Sequence[SubmitResult | SluiceError | None]
-    ) -> None:
+    async def _settle_reservations(self, results: Sequence[tuple[NewGeneration, SubmitResult]]) -> None:
         """Binds what was created, now or by a scheduler that died behind the commit, so that the gateway came here; what
-        attached to another, conflicted or was refused gives its reservation back. Failing is harmless:
+        attached to another or conflicted gives its reservation back, as gateways do of what was refused. Failing is harmless:
         unbound reservations run out by themselves, and rows bind theirs again when they are settled."""
         bound: list[QuotaCharge] = []
         released: list[QuotaCharge] = []
-        for generation, result in zip(generations, results, strict=True):
+        for generation, result in results:
             (bound if _is_committed(generation, result) else released).append(_charge_of(generation))
         try:
             await self._quota.bind_many(bound)
@@ -211,11 +243,18 @@ def _refusal_of(generation: NewGeneration, verdict: BoundVerdict) -> SluiceError
             assert_never(verdict.status)
 
 
-def _is_committed(generation: NewGeneration, result: SubmitResult | SluiceError | None) -> bool:
+def _is_committed(generation: NewGeneration, result: SubmitResult) -> bool:
     """Whether it stands for itself, not for another generation with its request id."""
-    if not isinstance(result, SubmitResult) or result.kind is SubmitKind.CONFLICT:
-        return False
-    return result.record.generation_id == generation.generation_id
+    return result.kind is not SubmitKind.CONFLICT and result.record.generation_id == generation.generation_id
+
+
+def _bound_check_of(generation: NewGeneration) -> BoundCheck:
+    return BoundCheck(
+        model_key=generation.model_key,
+        tenant_id=generation.tenant_id,
+        priority_class=generation.priority_class,
+        prompt_tokens=len(generation.prompt_token_ids),
+    )
 
 
 def _charge_of(generation: NewGeneration) -> QuotaCharge:

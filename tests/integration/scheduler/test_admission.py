@@ -1,6 +1,7 @@
 """What admission refuses before the commit, and whom it never refuses; over memory twins and real servers."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -18,9 +19,11 @@ from service_kit.errors import (
     UnavailableError,
 )
 from service_kit.ids import TenantId
+from state_store.errors import StoreUnavailableError
 from state_store.model import ModelKey, NewGeneration, PriorityClass
 from state_store.ports import SubmitKind, SubmitResult
 from tests.support.generations import LEASE, new_session
+from tests.support.polling import eventually
 from tests.support.scheduler_rig import MODEL_KEY, SchedulerRig, Stores, make_generation, running_scheduler
 
 BOUNDS = QueueSettings(max_requests=(3, 3, 3), max_tenant_requests=2)
@@ -153,3 +156,48 @@ async def test_nothing_new_is_committed_while_the_queue_cannot_be_asked_and_what
         assert caught.value.reason == Reason.STORE_UNAVAILABLE
         assert not await is_committed(rig, refused)
         assert (await submit(rig, small(request_id=known.request_id))).kind is SubmitKind.EXISTING
+
+
+async def test_what_is_refused_does_not_wait_for_a_commit_and_a_commit_under_way_has_its_place(
+    bounded: SchedulerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill_tenant(bounded)
+    store, is_committing, may_commit = bounded.stores.store, asyncio.Event(), asyncio.Event()
+    submit_many = store.submit_many
+
+    async def slow(items: Sequence[NewGeneration]) -> list[SubmitResult]:
+        is_committing.set()
+        await may_commit.wait()
+        return await submit_many(items)
+
+    monkeypatch.setattr(store, "submit_many", slow)
+    last = asyncio.create_task(submit(bounded, small(tenant_id=OTHER_TENANT)))
+    await is_committing.wait()
+    with pytest.raises(UnavailableError) as caught:
+        await submit(bounded, small(tenant_id=OTHER_TENANT))
+    assert caught.value.reason == Reason.QUEUE_FULL
+    assert not last.done()
+    may_commit.set()
+    assert (await last).kind is SubmitKind.CREATED
+
+
+async def test_a_caller_that_goes_away_before_the_commit_leaves_no_place_taken(
+    bounded: SchedulerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, is_committing, may_commit = bounded.stores.store, asyncio.Event(), asyncio.Event()
+
+    async def broken(items: Sequence[NewGeneration]) -> list[SubmitResult]:
+        is_committing.set()
+        await may_commit.wait()
+        raise StoreUnavailableError("gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "submit_many", broken)
+        leaving = [asyncio.create_task(submit(bounded, small())) for _ in range(2)]
+        await is_committing.wait()
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        may_commit.set()
+        await eventually(lambda: not bounded.parts.admission.num_claims)
+    await fill_tenant(bounded)
