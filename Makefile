@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-engine bench-recovery bench-fairness bench-retention chaos chaos-mutation clean
+.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-engine bench-recovery bench-fairness bench-retention bench-stores chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -43,6 +43,7 @@ test-fast: $(READY) $(KERNELS) ## tests without separate processes and without t
 TRIALS ?= 200
 SEED ?= 1
 ENGINE ?= sim
+FAULTS ?= all
 bench-core: $(READY) ## how the engine's core behaves on the small real model, each figure with its limit
 	$(BIN)/sluice models pull smollm2-135m-instruct
 	$(BIN)/python -m bench.engine_core
@@ -63,8 +64,11 @@ bench-retention: $(READY) ## what many rows cost: plans of the hot statements, t
 bench-fairness: $(READY) ## how fairly and safely tenants share, each figure with its limit: SEED=1, ONLY="weights light"
 	$(BIN)/python -m bench.fairness --seed $(SEED) $(if $(ONLY),--only $(ONLY))
 
-chaos: $(READY) ## random faults, exact checks: TRIALS=200 SEED=1 ENGINE=sim|real, or TRIAL=n to replay one
-	$(BIN)/python -m tests.chaos --trials $(TRIALS) --seed $(SEED) --engine $(ENGINE) $(if $(TRIAL),--trial $(TRIAL))
+bench-stores: $(READY) ## what failing stores and slow readers cost, each figure with its limit: SEED=1, ONLY="slow-reader reconnects"
+	$(BIN)/python -m bench.stores --seed $(SEED) $(if $(ONLY),--only $(ONLY))
+
+chaos: $(READY) ## random faults, exact checks: TRIALS=200 SEED=1 ENGINE=sim|real FAULTS=all|stores, or TRIAL=n to replay one
+	$(BIN)/python -m tests.chaos --trials $(TRIALS) --seed $(SEED) --engine $(ENGINE) --faults $(FAULTS) $(if $(TRIAL),--trial $(TRIAL))
 
 chaos-mutation: $(READY) ## plant known faults in a copy of the tree; the chaos trials must find each
 	$(BIN)/python -m tests.chaos.mutation --seed $(SEED)

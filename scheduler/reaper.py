@@ -30,6 +30,8 @@ WATCHERS_RETURN = timedelta(seconds=6)
 """How soon watchers are known again after the log was away or emptied: gateways attach when they are connected again, and
 renew every 5 s."""
 
+CLOCK_SKEW = timedelta(milliseconds=500)
+"""By how much this machine's clock may be ahead of that of the log's server without ending what is being read."""
 MAX_STANDSTILL = 0.25
 """Of a lease. With a second between two rounds, and another between two renewals, no longer one can stay unnoticed and let
 a lease look over: 1 + 5/4 s are less than the 4 s that are left of it when the store stops."""
@@ -201,9 +203,10 @@ class Reaper:
     async def _cancel_unwatched(self, watching_known_since: datetime) -> None:
         after: GenerationId | None = None
         while page := await self._store.unwatchable_page(after=after, limit=PAGE):
+            # Before the answer: what is watched just then is never older than this, however short its grace.
+            now = self._now() - CLOCK_SKEW
             watched = await self._log.last_watched_many([generation_id for generation_id, _ in page])
             kept_since = await self._log.kept_since()
-            now = self._now()
             over = [
                 (generation_id, CancelCause.GRACE)
                 for (generation_id, grace), last in zip(page, watched, strict=True)

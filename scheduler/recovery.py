@@ -72,9 +72,13 @@ class Recovery:
         outcome: AttemptOutcome,
         untried: Collection[AttemptRef] | None = None,
     ) -> None:
+        sealed = zip(records, await self._seal(records), strict=True) if records else ()
+        # Where the log is past the attempt, the reaper was faster and it was granted again: what the log says is no longer
+        # that attempt's, and nothing is known about it. As after a crash behind the requeue, nobody is charged.
+        found = [(record, view) for record, view in sealed if view.attempt <= record.attempt]
+        records, views = [record for record, _ in found], [view for _, view in found]
         if not records:
             return
-        views = await self._seal(records)
         ids = [record.generation_id for record in records]
         starts = await self._store.stored_ends_many(ids)
         lost = [

@@ -41,7 +41,7 @@ def slow_reader(plan: Plan) -> Sequence[Figure]:
 async def _slow_reader(arena: Arena) -> Sequence[Figure]:
     slow, fast = arena.tenants["slow"], arena.tenants["fast"]
     memory = _Memory(arena)
-    asks = [Ask(prompt=f"fast {n}", output_tokens=_MAX_TOKENS, grace_s=0) for n in range(_NUM_FAST)]
+    asks = [Ask(prompt=f"fast {n}", output_tokens=_MAX_TOKENS, grace_s=5) for n in range(_NUM_FAST)]
     generation_id = await _create(slow)
     with_slow: list[float] = []
     without: list[float] = []

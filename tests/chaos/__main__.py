@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.chaos.campaign import Campaign, run_campaign, temporary_setup
 from tests.chaos.engines import start_real, start_simulated
-from tests.chaos.plan import DECK, FaultKind
+from tests.chaos.plan import DECKS, FaultKind
 from tests.chaos.report import summary, write_result
 
 _STARTS = {"sim": start_simulated, "real": start_real}
@@ -23,7 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
         numbers=numbers,
         engine=parsed.engine,
         directory=parsed.out,
-        deck=tuple(parsed.only) if parsed.only else DECK,
+        deck=tuple(parsed.only) if parsed.only else DECKS[parsed.faults],
+        faults=parsed.faults,
         stops_at_first=parsed.stop_at_first,
         keeps_pause_s=parsed.keep_pause,
     )
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", choices=sorted(_STARTS), default="sim")
     parser.add_argument("--trial", type=int, help="run this one alone")
     parser.add_argument("--start", type=int, default=1, help="number of the first trial")
+    parser.add_argument("--faults", choices=sorted(DECKS), default="all")
     parser.add_argument("--only", type=lambda name: FaultKind(name.upper()), nargs="+", help="kinds of faults")
     parser.add_argument("--stop-at-first", action="store_true", help="end after the first trial that fails")
     parser.add_argument("--keep-pause", type=float, help="keep the logs of trials with a pause longer than this, s")

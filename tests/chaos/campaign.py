@@ -26,6 +26,8 @@ class Campaign:
     engine: str
     directory: Path
     deck: tuple[FaultKind, ...] = DECK
+    faults: str = "all"
+    """Name of the deck."""
     stops_at_first: bool = False
     keeps_pause_s: float | None = None
     """Trials with a longer pause leave their remains too."""
@@ -93,5 +95,5 @@ def _complaint(campaign: Campaign, result: TrialResult, remains: Path) -> str:
         f"    {finding.kind} {finding.request_id}: {finding.text}" for finding in failures(result.findings)[:10]
     )
     number = result.plan.number
-    again = f"make chaos SEED={campaign.seed} TRIAL={number} ENGINE={campaign.engine}"
+    again = f"make chaos SEED={campaign.seed} TRIAL={number} ENGINE={campaign.engine} FAULTS={campaign.faults}"
     return "\n".join([*lines, f"    replay: {again}", f"    remains: {remains}"])

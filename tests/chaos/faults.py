@@ -44,6 +44,11 @@ class Faults:
             FaultKind.FLUSH_AND_KILL: self._flush_and_kill,
             FaultKind.LATE_APPEND: self._late_append,
             FaultKind.DEPOSED_GRANT: self._deposed_grant,
+            FaultKind.POSTGRES_STOP: self._postgres_stop,
+            FaultKind.POSTGRES_RESTART: self._postgres_restart,
+            FaultKind.VALKEY_RESTART: self._valkey_restart,
+            FaultKind.FLUSH_UNSEEN: self._flush_unseen,
+            FaultKind.STORES_KILL: self._stores_kill,
         }
         await asyncio.sleep(self._plan.at_s)
         self._note(f"{self._plan.kind} {self._plan}")
@@ -105,6 +110,42 @@ class Faults:
         await self._stack.run(self._stack.postgres.kill)
         await asyncio.sleep(self._plan.down_s)
         await self._stack.run(self._stack.postgres.start)
+
+    async def _postgres_stop(self) -> None:
+        self._stack.signal_postgres(signal.SIGSTOP)
+        await self._outage()
+        self._stack.signal_postgres(signal.SIGCONT)
+
+    async def _postgres_restart(self) -> None:
+        await self._stack.run(self._stack.postgres.stop)
+        await self._outage()
+        await self._stack.run(self._stack.postgres.start)
+
+    async def _valkey_restart(self) -> None:
+        valkey = self._stack.valkey
+        await self._stack.run(valkey.stop if self._plan.is_orderly else valkey.kill)
+        await self._outage()
+        await self._stack.run(valkey.start)
+
+    async def _outage(self) -> None:
+        """A store is away; what is to be killed dies in the middle of it and is back before the store."""
+        await asyncio.sleep(self._plan.lasts_s / 2)
+        await self._kill()
+        await asyncio.sleep(self._plan.lasts_s / 2)
+
+    async def _flush_unseen(self) -> None:
+        self._stack.signal_postgres(signal.SIGSTOP)
+        await asyncio.sleep(self._plan.lasts_s / 2)
+        await self._flush()
+        await asyncio.sleep(self._plan.lasts_s / 2)
+        self._stack.signal_postgres(signal.SIGCONT)
+
+    async def _stores_kill(self) -> None:
+        await self._stack.run(self._stack.postgres.kill)
+        await self._cut_file()
+        await asyncio.sleep(self._plan.down_s)
+        await self._stack.run(self._stack.postgres.start)
+        await self._stack.run(self._stack.valkey.start)
 
     async def _flush_and_kill(self) -> None:
         for name in self._plan.targets:

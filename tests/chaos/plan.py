@@ -50,14 +50,39 @@ class FaultKind(StrEnum):
     DEPOSED_GRANT = "DEPOSED_GRANT"
     """A worker's connections are held up until another scheduler has taken it over, while requests keep coming: its old
     scheduler still believes that it owns it."""
+    POSTGRES_STOP = "POSTGRES_STOP"
+    """Postgres stands still with all its processes beyond the lease, then goes on; perhaps a worker is killed meanwhile."""
+    POSTGRES_RESTART = "POSTGRES_RESTART"
+    """Postgres is told to stop, and starts again; perhaps a worker is killed meanwhile."""
+    VALKEY_RESTART = "VALKEY_RESTART"
+    """Valkey is killed or told to stop, and starts again with all its data; perhaps a worker is killed meanwhile."""
+    FLUSH_UNSEEN = "FLUSH_UNSEEN"
+    """FLUSHALL while Postgres stands still: nothing can be refilled before it goes on."""
+    STORES_KILL = "STORES_KILL"
+    """Postgres and Valkey are killed, the end of the append-only file is cut off, and both start again."""
 
 
+STORES_ONLY: tuple[FaultKind, ...] = (
+    FaultKind.POSTGRES_STOP,
+    FaultKind.POSTGRES_RESTART,
+    FaultKind.VALKEY_RESTART,
+    FaultKind.FLUSH_UNSEEN,
+    FaultKind.STORES_KILL,
+)
+STORE_DECK: tuple[FaultKind, ...] = (
+    *STORES_ONLY,
+    FaultKind.POSTGRES_KILL,
+    FaultKind.VALKEY_CUT,
+    FaultKind.FLUSH,
+    *(FaultKind.FLUSH_AND_KILL,) * 2,
+)
 DECK: tuple[FaultKind, ...] = (
     *(FaultKind.KILL,) * 3,
     *(FaultKind.PAUSE,) * 2,
-    *(kind for kind in FaultKind if kind not in (FaultKind.KILL, FaultKind.PAUSE)),
+    *(kind for kind in FaultKind if kind not in {FaultKind.KILL, FaultKind.PAUSE, *STORES_ONLY}),
 )
-"""Every run of so many trials has each of these once, in an order of its own."""
+DECKS = {"all": DECK, "stores": STORE_DECK}
+"""Every run of as many trials as a deck is long has each of its faults once, in an order of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +115,8 @@ class FaultPlan:
     is_group: bool = True
     is_flush: bool = True
     """FLUSH_AND_KILL: whether the log is flushed, or cut back."""
+    is_orderly: bool = False
+    """VALKEY_RESTART: whether it is told to stop, or killed."""
 
     @property
     def can_lose_output(self) -> bool:
@@ -177,6 +204,13 @@ def _draw_fault(chance: random.Random, kind: FaultKind, scale: Scale) -> FaultPl
         FaultKind.DEPOSED_GRANT: lambda: FaultPlan(
             kind=kind, at_s=draw.at_s / 2, targets=(draw.worker,), lasts_s=chance.uniform(3.0, 4.5)
         ),
+        FaultKind.POSTGRES_STOP: lambda: draw.outage(kind, lasts_s=scale.lease_s + chance.uniform(0.3, 3.0)),
+        FaultKind.POSTGRES_RESTART: lambda: draw.outage(kind, lasts_s=chance.choice((0.0, 1.0, scale.lease_s + 1.0))),
+        FaultKind.VALKEY_RESTART: lambda: draw.outage(kind, lasts_s=chance.choice((0.0, 1.0, 2.5))),
+        FaultKind.FLUSH_UNSEEN: lambda: FaultPlan(kind=kind, at_s=draw.at_s, lasts_s=chance.uniform(0.5, 4.0)),
+        FaultKind.STORES_KILL: lambda: FaultPlan(
+            kind=kind, at_s=draw.at_s, down_s=draw.down_s, cut_s=chance.uniform(0.1, 2.0)
+        ),
     }
     return plans[kind]()
 
@@ -210,6 +244,16 @@ class _Draw:
             targets=(service, f"{service}-2") if self._chance.random() < 0.2 else (self.process,),
             lasts_s=self._lease_s + self._chance.uniform(0.3, 1.2),
             is_group=self._chance.random() < 0.7,
+        )
+
+    def outage(self, kind: FaultKind, *, lasts_s: float) -> FaultPlan:
+        """Of one store; in two of five a worker is killed in the middle of it."""
+        return FaultPlan(
+            kind=kind,
+            at_s=self.at_s,
+            lasts_s=lasts_s,
+            targets=(self.worker,) if self._chance.random() < 0.4 else (),
+            is_orderly=self._chance.random() < 0.5,
         )
 
     def flush_and_kill(self) -> FaultPlan:

@@ -36,6 +36,7 @@ from state_store.postgres.store import PostgresStore
 from tests.chaos.append_only import AppendOnlyFile
 from tests.chaos.database import install_witnesses
 from tests.chaos.proxy import Link
+from tests.support.processes import send_to_tree
 
 ResultT = TypeVar("ResultT")
 
@@ -165,6 +166,11 @@ class ChaosStack:
         else:
             child.send_signal(number)
 
+    def signal_postgres(self, number: signal.Signals) -> None:
+        """To all its processes."""
+        if self.postgres.pid is not None and self.postgres.is_running:
+            send_to_tree(self.postgres.pid, number)
+
     async def kill_all(self) -> None:
         """As a power cut of the processes."""
         self._held.update(self._children)
@@ -177,6 +183,7 @@ class ChaosStack:
         """Nothing is held up, paused or away."""
         for link in self.links.values():
             link.release()
+        self.signal_postgres(signal.SIGCONT)
         await self.run(self.postgres.start)
         await self.run(self.valkey.start)
         for name, child in self._children.items():
@@ -216,6 +223,7 @@ class ChaosStack:
             child.kill()
             child.stop()
         self.valkey.kill()
+        self.signal_postgres(signal.SIGCONT)
         self.postgres.kill()
 
     # -- wiring

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.append_only import AppendOnlyFile
 from tests.chaos.mutation import MUTATIONS, Mutation, PlantError, Replacement, plant
-from tests.chaos.plan import DECK, FaultKind, Scale, draw_trial
+from tests.chaos.plan import DECK, STORE_DECK, FaultKind, Scale, draw_trial
 from tests.chaos.proxy import Link
 from tests.chaos.report import confidence, upper_bound
 
@@ -22,14 +22,21 @@ def test_the_same_numbers_draw_the_same_trial() -> None:
     assert draw_trial(5, 17, SCALE) != draw_trial(6, 17, SCALE)
 
 
-def test_every_deck_of_trials_has_every_fault() -> None:
-    kinds = [draw_trial(1, number, SCALE).fault.kind for number in range(1, 2 * len(DECK) + 1)]
-    assert sorted(kinds[: len(DECK)]) == sorted(kinds[len(DECK) :]) == sorted(DECK)
-    assert set(kinds) == set(FaultKind)
+@pytest.mark.parametrize("deck", [DECK, STORE_DECK], ids=["all", "stores"])
+def test_every_deck_of_trials_has_each_of_its_faults(deck: tuple[FaultKind, ...]) -> None:
+    kinds = [draw_trial(1, number, SCALE, deck).fault.kind for number in range(1, 2 * len(deck) + 1)]
+    assert sorted(kinds[: len(deck)]) == sorted(kinds[len(deck) :]) == sorted(deck)
+
+
+def test_every_fault_is_in_a_deck() -> None:
+    assert {*DECK, *STORE_DECK} == set(FaultKind)
 
 
 def test_only_a_trial_that_loses_log_and_worker_may_lose_output() -> None:
-    plans = [draw_trial(seed, number, SCALE).fault for seed in range(5) for number in range(1, 30)]
+    decks = (DECK, STORE_DECK)
+    plans = [
+        draw_trial(seed, number, SCALE, deck).fault for seed in range(5) for number in range(1, 30) for deck in decks
+    ]
     assert {plan.kind for plan in plans if plan.can_lose_output} == {FaultKind.FLUSH_AND_KILL}
 
 

@@ -20,7 +20,7 @@ from gpu_worker.artifacts.simulated_model import BOS_TOKEN_ID
 from gpu_worker.engine.simulated_tokens import expected_output
 from service_kit.tls import ClientTls
 from sluice.client import ClientSettings, SluiceClient
-from sluice.commands.models import require_model
+from sluice.commands.models import make_simulated, require_model
 from sluice.commands.up import start
 from sluice.home import Home
 from sluice.local.health import Health, check_health
@@ -153,14 +153,17 @@ def running_stack(
     native_model: Path | None = None,
     models: tuple[str, ...] = (MODEL,),
     idle_models: tuple[str, ...] = (),
+    context_length: int | None = None,
 ) -> Iterator[RunningStack]:
     """A stack with the simulated engine, or with the native one and the model directory given; stopped and removed at
-    the end. `idle_models` are known to the gateways and have no worker."""
+    the end. `idle_models` are known to the gateways and have no worker; `context_length` is that of `models`."""
     root = Path(tempfile.mkdtemp(prefix="sluice-stack-"))
     root.chmod(0o711)
     home = Home(root=root)
     settings = dict(engine_settings or {})
     if native_model is None:
+        for model in models if context_length is not None else ():
+            make_simulated(home, model, context_length=context_length)
         for model in (*models, *idle_models):
             require_model(home, model, engine="simulated")
         settings = {"tokens_per_s": tokens_per_s, "has_prompt_faults": True, **settings}

@@ -7,6 +7,7 @@ import pytest_asyncio
 from redis.asyncio import Redis
 
 from inference.internal.v1 import worker_pb2
+from scheduler.policy import queue_entry_of
 from scheduler.redis_cancel_hints import CHANNEL
 from service_kit.delta import Cursor, Delta, make_delta
 from state_store.delta_log.port import LogView, SealItem
@@ -88,6 +89,28 @@ async def test_a_paused_scheduler_cannot_splice_its_attempt_into_the_next_one(
     assert output is not None
     assert output.token_ids == tuple(range(1, 55))
     assert len(await pair.stores.store.ledger_of(generation_id)) == 1
+
+
+async def test_a_recovery_that_comes_late_takes_nothing_of_the_next_attempt_for_the_lost_ones(
+    pair: Pair, other_worker: ScriptedWorker
+) -> None:
+    record = await pair.first.submit()
+    generation_id = record.generation_id
+    assert await pair.first.dispatch()
+    await pair.worker.until(lambda: bool(pair.worker.assignments()))
+    lost = await pair.stores.store.lose_session(pair.worker.session_id, 1)
+    assert lost is not None
+    # The log was away, so the recovery waits; when it is back, a reaper queues the row before the recovery goes on.
+    await pair.stores.queue.enqueue_many([queue_entry_of(lost.requeued[0], weight=1.0)])
+    assert await pair.second.dispatch()
+    await other_worker.until(lambda: bool(other_worker.assignments()))
+    other_worker.say(generation_id, 2, delta(Cursor(), 1, 2, 3))
+    await other_worker.until(lambda: bool(other_worker.received_of("ack")))
+    await pair.first.parts.recovery.recover_session(lost)
+    first, second = await pair.stores.store.attempts_of(record.generation_id)
+    assert (first.attempt, first.outcome, first.is_charged, second.outcome) == (1, None, False, None)
+    after = await pair.first.record(generation_id)
+    assert (after.state, after.attempt, after.charged_attempts) == (State.RUNNING, 2, 0)
 
 
 async def test_a_deposed_scheduler_cannot_grant_and_its_entry_goes_back_to_the_queue(pair: Pair) -> None:

@@ -1,13 +1,15 @@
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from scheduler.queue.memory import MemoryAdmissionQueue
+from service_kit.ids import GatewayId
 from state_store.delta_log.memory import MemoryDeltaLog
 from state_store.memory.store import MemoryStore
+from state_store.model import CancelCause, State
 from state_store.ports import LostSession
-from tests.support.scheduler_rig import ManualClock, Stores, running_scheduler
+from tests.support.scheduler_rig import ManualClock, Stores, make_generation, running_scheduler
 
 LEASE_S = 5.0
 
@@ -76,3 +78,28 @@ async def test_a_store_that_stood_still_counts_as_away_and_no_session_is_lost_fo
         clock.advance(1.0)
         await rig.parts.reaper.run_once()
         assert store.num_losses == after_standstill + 1
+
+
+class PassingClock(ManualClock):
+    """A moment passes between any two looks at it."""
+
+    def now(self) -> datetime:
+        self.advance(0.001)
+        return ManualClock.now(self)
+
+
+async def test_what_is_being_read_is_not_cancelled_however_short_its_grace() -> None:
+    clock = PassingClock()
+    log = MemoryDeltaLog(clock.now)
+    stores = Stores(store=MemoryStore(), log=log, queue=MemoryAdmissionQueue(clock.now), redis=None)
+    async with running_scheduler(stores, clock=clock) as rig:
+        record = await rig.submit(make_generation(grace=timedelta(0)))
+        await log.attach_many(GatewayId("gateway-a"), [(record.generation_id, 0)])
+        await rig.parts.reaper.run_once()
+        clock.advance(10)
+        await rig.parts.reaper.run_once()
+        assert (await rig.record(record.generation_id)).state is State.QUEUED
+        await log.unwatch_many(GatewayId("gateway-a"), [record.generation_id])
+        clock.advance(1)
+        await rig.parts.reaper.run_once()
+        assert (await rig.record(record.generation_id)).cancel_cause is CancelCause.GRACE
