@@ -11,6 +11,7 @@ from functools import partial
 from gateway.app import GatewayApp
 from gateway.config import GatewayConfig, TokenizationLimits
 from service_kit.environment import Environment, EnvironmentVariableError
+from service_kit.garbage import forget_startup_objects
 from service_kit.ids import GatewayId
 from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat, configure_logging, get_logger
@@ -78,6 +79,7 @@ async def serve(config: GatewayConfig) -> None:
             check_stores=partial(wait_for_safe_redis, redis, allow_unsafe=config.allows_unsafe_redis),
             pulse=store.pulse,
         )
+        forget_startup_objects()
         await app.run(stop)
     finally:
         await redis.aclose()

@@ -20,6 +20,7 @@ from gpu_worker.tracing import record_attempt
 from gpu_worker.worker import Worker, WorkerTimes, report_readiness
 from inference.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from service_kit.environment import Environment, EnvironmentVariableError
+from service_kit.garbage import forget_startup_objects
 from service_kit.grpc_client import open_channel
 from service_kit.grpc_server import GrpcServer, ServerLimits
 from service_kit.logging import configure_logging, get_logger
@@ -73,6 +74,7 @@ async def serve(config: WorkerConfig) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.drain)
         try:
+            forget_startup_objects()
             port = await server.start()
             _log.info("worker_started", port=port, pid=os.getpid(), worker_id=config.worker_id)
             readiness = report_readiness(

@@ -19,6 +19,7 @@ from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.retention import Retention, RetentionSettings
 from scheduler.wiring import build
 from service_kit.environment import Environment, EnvironmentVariableError
+from service_kit.garbage import forget_startup_objects
 from service_kit.grpc_server import GrpcServer
 from service_kit.logging import configure_logging, get_logger
 from service_kit.telemetry import setup_tracing
@@ -102,6 +103,7 @@ async def serve(config: SchedulerConfig) -> None:
                 tasks.create_task(every(PARTITION_S, partial(_keep_partitions, config), name="partitions")),
             ]
             port = await server.start()
+            forget_startup_objects()
             await server.set_serving(is_serving=True)
             _log.info("scheduler_started", port=port, pid=os.getpid())
             await stop.wait()

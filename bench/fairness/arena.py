@@ -14,6 +14,7 @@ from bench.fairness.load import Ask, Tenant, gateway_stubs
 from bench.fairness.machine import CpuMeter
 from bench.figures import Figure
 from service_kit.api_key import mint_api_key
+from service_kit.garbage import forget_startup_objects
 from service_kit.ids import KeyId, TenantId
 from sluice.local.services import Service
 from state_store.postgres.store import PostgresStore
@@ -131,6 +132,7 @@ def run(setting: Setting, measure: Measure, plan: Plan) -> Sequence[Figure]:
         overrides={"SLUICE_LOG_LEVEL": "WARNING", **setting.environment},
         context_length=setting.context_length,
     ) as stack:
+        forget_startup_objects()  # a pause of this process would look like one of the service
         return asyncio.run(_measure(stack, setting, measure, plan))
 
 

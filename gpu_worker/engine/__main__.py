@@ -22,6 +22,7 @@ from gpu_worker.engine.progress import ProgressPage
 from gpu_worker.engine.simulated import load_simulated_engine
 from gpu_worker.engine.simulated_settings import SIMULATED_PRECISION, SimulatedSettings
 from service_kit.environment import Environment
+from service_kit.garbage import forget_startup_objects
 from service_kit.logging import LogFormat, configure_logging, get_logger
 from service_kit.model_manifest import read_manifest
 
@@ -53,6 +54,7 @@ def main() -> int:
     except Exception as error:
         connection.sendall(encode_frame(FatalFrame(reason=f"{type(error).__name__}: {error}")))
         raise
+    forget_startup_objects()
     EngineLoop(engine, connection, progress, clock=time.monotonic).run()
     return 0
 
