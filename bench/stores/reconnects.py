@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +15,13 @@ from bench.fairness.load import Ask, Tenant
 from bench.figures import Figure, percentile
 from inference.v1 import inference_pb2
 from service_kit.delta import EMPTY_CHAIN, extend_chain
+from sluice.local.services import Service
+from tests.support.processes import send_to_tree
 from tests.support.stack import eventually, simulated_output
 
 _NUM_STREAMS = 1000
 _PER_S = 100.0
-_WORKERS = 4
+_WORKERS = 8
 _STEP_S = 1.0
 _KNOWN_TOKENS = 20
 """Every generation has made so many when the streams come back; cursors are drawn below."""
@@ -45,6 +48,7 @@ async def _reconnects(arena: Arena) -> Sequence[Figure]:
     turns = asyncio.Semaphore(_CREATING)
     ids = await asyncio.gather(*(_create(tenant, ask, turns) for ask in asks))
     await eventually(lambda: _have_tokens(tenant, ids), what="all have made some tokens", timeout_s=180)
+    await _out_of_step(arena)
     cursors = [_cursor(ask.prompt, arena.rng.randrange(_KNOWN_TOKENS)) for ask in asks]
     arena.cpu.restart()
     unary_ms: list[float] = []
@@ -72,6 +76,20 @@ async def _reconnects(arena: Arena) -> Sequence[Figure]:
         Figure(name=f"{name}: first token, p99, ms", value=delta, note=note(medians[2])),
         *shares.figures(name),
     ]
+
+
+async def _out_of_step(arena: Arena) -> None:
+    """Engines that began together take their steps together, which workers on machines of their own do not: each is held up
+    for a whole step and another part of one."""
+    pids = [arena.stack.local.services[name].pid for name in arena.stack.names(Service.GPU_WORKER)]
+    running = [pid for pid in pids if pid is not None]
+    for pid in running:
+        send_to_tree(pid, signal.SIGSTOP)
+    await asyncio.sleep(_STEP_S)
+    for pid in running:
+        await asyncio.sleep(_STEP_S / _WORKERS)
+        send_to_tree(pid, signal.SIGCONT)
+    await asyncio.sleep(2 * _STEP_S)
 
 
 async def _create(tenant: Tenant, ask: Ask, turns: asyncio.Semaphore) -> str:

@@ -108,6 +108,22 @@ async def test_leases_that_look_over_because_the_server_stood_still_are_not_take
     await store.close()
 
 
+async def test_after_a_failover_to_a_server_that_may_not_write_yet_writes_are_unavailable(own_dsn: str) -> None:
+    async with await psycopg.AsyncConnection.connect(own_dsn, autocommit=True) as admin:
+        await admin.execute("ALTER DATABASE outages SET default_transaction_read_only = on")
+        store = PostgresStore(own_dsn)
+        await store.open()
+        new = new_generation()
+        try:
+            with pytest.raises(StoreUnavailableError, match="ReadOnlySqlTransaction"):
+                await store.submit_many([new])
+            assert await store.get_many([new.generation_id]) == [None]
+        finally:
+            await admin.execute("SET default_transaction_read_only = off")
+            await admin.execute("ALTER DATABASE outages RESET default_transaction_read_only")
+            await store.close()
+
+
 async def test_a_store_that_fails_fast_does_not_wait_for_a_server_that_stands_still(
     own_server: LocalPostgres, own_dsn: str
 ) -> None:
