@@ -36,6 +36,8 @@ class ExpectedAttempt:
     """Of these, what its worker is expected to compute before its first token: the rest is cached there."""
     expected_since_s: float
     span: Span
+    is_urgent: bool = False
+    """Whether it is one of the highest class for as long as this attempt lasts."""
     is_seen: bool = False
     is_assigned: bool = False
     is_reassigned: bool = False
@@ -46,6 +48,11 @@ class ExpectedAttempt:
     @property
     def ref(self) -> AttemptRef:
         return AttemptRef(generation_id=self.record.generation_id, attempt=self.record.attempt)
+
+    @property
+    def rank(self) -> int:
+        """Of the class it counts for."""
+        return 0 if self.is_urgent else self.record.priority_class.rank
 
 
 class Overdue(StrEnum):
@@ -183,6 +190,6 @@ class AttemptTable:
 def _sum_by_class(parts: Iterable[tuple[ExpectedAttempt, int]]) -> ByClass:
     sums = [0] * len(PriorityClass)
     for attempt, number in parts:
-        sums[attempt.record.priority_class.rank] += number
+        sums[attempt.rank] += number
     interactive, standard, batch = sums
     return interactive, standard, batch

@@ -160,16 +160,16 @@ def _decode_end(end: worker_pb2.AttemptEnd) -> WorkerEnd:
 
 
 def encode_assignment(
-    record: GenerationRecord, *, output_token_ids: Sequence[int], traceparent: str, prefix_salt: str
+    record: GenerationRecord, *, output_token_ids: Sequence[int], priority: int, traceparent: str, prefix_salt: str
 ) -> worker_pb2.Assignment:
-    """A granted attempt as its worker gets it."""
+    """A granted attempt as its worker gets it. `priority` is the rank that the engine orders it by."""
     return worker_pb2.Assignment(
         generation_id=record.generation_id,
         attempt=record.attempt,
         prompt_token_ids=record.prompt_token_ids,
         output_token_ids=output_token_ids,
         sampling=encode_sampling(record.sampling),
-        priority=record.priority_class.rank,
+        priority=priority,
         nonce=record.nonce,
         traceparent=traceparent,
         prefix_salt=prefix_salt,

@@ -19,7 +19,7 @@ from service_kit.errors import UnavailableError
 from service_kit.logging import get_logger
 from service_kit.prefix_hash import model_fingerprint
 from service_kit.telemetry import record_span
-from state_store.model import GenerationRecord, ModelKey
+from state_store.model import GenerationRecord, ModelKey, PriorityClass
 from state_store.ports import AttemptRef, GenerationStore, GrantKind, GrantRequest, GrantResult
 
 _log = get_logger()
@@ -122,7 +122,7 @@ class Dispatcher:
             Routable(
                 session_id=each.session_id,
                 kept=each.kept,
-                priority_class=each.entry.priority_class,
+                priority_class=PriorityClass.from_rank(each.rank),
                 max_tokens=each.entry.max_tokens,
                 is_charged=each.entry.is_charged,
                 digests=known,
@@ -195,7 +195,12 @@ class Dispatcher:
 
     def _expect(self, destination: _Destination, record: GenerationRecord) -> None:
         context_tokens, found = destination.popped.entry.max_tokens, destination.route
-        destination.session.expect(record, context_tokens=context_tokens, cached_tokens=found.cached_tokens)
+        destination.session.expect(
+            record,
+            context_tokens=context_tokens,
+            cached_tokens=found.cached_tokens,
+            is_urgent=destination.popped.is_urgent,
+        )
         destination.session.cached_prefixes.expect(found.digests, now_s=self._clock())
         destination.session.recent_work.add(context_tokens - found.cached_tokens, now_s=self._clock())
         record_span(

@@ -77,9 +77,16 @@ class WorkerSession:
             has_suspect=self.table.has_suspect(),
         )
 
-    def expect(self, record: GenerationRecord, *, context_tokens: int | None = None, cached_tokens: int = 0) -> None:
+    def expect(
+        self,
+        record: GenerationRecord,
+        *,
+        context_tokens: int | None = None,
+        cached_tokens: int = 0,
+        is_urgent: bool = False,
+    ) -> None:
         """From the commit of the grant on, the worker must name this attempt in time. `context_tokens` is what it needs at
-        once, `cached_tokens` what of this the worker probably has."""
+        once, `cached_tokens` what of this the worker probably has; `is_urgent` as its pop says."""
         context_tokens = record.num_prompt_tokens + 1 if context_tokens is None else context_tokens
         span = tracer().start_span(
             "scheduler.attempt",
@@ -93,6 +100,7 @@ class WorkerSession:
                 tokens_to_fill=context_tokens - cached_tokens,
                 expected_since_s=self._around.clock(),
                 span=span,
+                is_urgent=is_urgent,
                 is_cancel_wanted=record.cancel_cause is not None,
             )
         )
@@ -106,6 +114,7 @@ class WorkerSession:
         assignment = encode_assignment(
             known.record,
             output_token_ids=output_token_ids,
+            priority=known.rank,
             traceparent=traceparent,
             prefix_salt=prefix_salt(known.record.tenant_id, is_shared=self._around.shares_prefixes),
         )

@@ -9,8 +9,11 @@ class Earmarks:
     def __init__(self) -> None:
         self.entry_by_session: dict[SessionId, GenerationId] = {}
         self.until_us_by_session: dict[SessionId, int] = {}
+        self.starving: GenerationId | None = None
+        """The one entry whose session is closed to every class."""
 
     def set(self, session_id: SessionId, generation_id: GenerationId, until_us: int) -> None:
+        """In the place of the session's earmark, if it has one."""
         self.entry_by_session[session_id] = generation_id
         self.until_us_by_session[session_id] = until_us
 
@@ -27,5 +30,6 @@ class Earmarks:
             self._release(session_id)
 
     def _release(self, session_id: SessionId) -> None:
-        del self.entry_by_session[session_id]
+        if self.entry_by_session.pop(session_id) == self.starving:
+            self.starving = None
         del self.until_us_by_session[session_id]

@@ -7,7 +7,8 @@ cannot be reached, and `QueueNotReadyError` while its marker is absent (emptied 
 Order of a pop, atomic over all schedulers:
 
 - Classes strictly in order, but of every 8 entries popped of a model one is the oldest that has waited beyond its class's
-  threshold, of any class.
+  threshold, of any class. While one of a higher class waits it goes as urgent: by the room of the highest class, and as one
+  of it until its attempt ends.
 - Inside a class the tenant with the smallest virtual token counter (VTC; Sheng et al., "Fairness in Serving Large Language
   Models", OSDI 2024). Counters are per (model, tenant), one for all classes: tokens served / weight. The prompt is charged
   at the pop of attempt 0 (what was granted before is free) and refunded when the pop ends without a grant; output is
@@ -16,13 +17,19 @@ Order of a pop, atomic over all schedulers:
   lifting would give back as well is forgotten once its tenant has no entries.
 - Inside a tenant the earliest `order_at`, then the generation id (UUIDv7: arrival).
 
-Heads that fit none of the rooms given are looked past, at most `max_passed` in a pop and `max_passed_of_tenant` of one
-tenant; since when each is skipped is remembered. One skipped for `skip_patience` earmarks a session that could hold it when
-empty: from then that session takes nothing else of its class or a lower one (higher classes go on) until it fits there and
-is popped for it, leaves the queue, or is popped for another session. An earmark is a lease, renewed by each pop that names
-the session. At most one per session and per entry. Heads too large for every session named, even when empty, are looked
-past beside those, at most `max_oversized`: they wait for another session. Behind these, a tenant with such a head takes no
-part in the pop.
+Heads that fit none of the rooms given are looked past, of a class at most `max_passed` in a pop and `max_passed_of_tenant`
+of one tenant; since when each is skipped is remembered. One skipped for `skip_patience` earmarks a session that could hold
+it when empty: from then that session takes nothing else of its class or a lower one (higher classes go on) until it fits
+there and is popped for it, leaves the queue, or is popped for another session. An earmark is a lease, renewed by each pop
+that names the session. At most one per session and per entry. The rule of age is not held up by the earmark of a younger
+entry.
+
+One skipped for `starving_after` starves: when it is the turn of age, its session (another one's, if it has none) is closed
+to every class until it fits there by the room of the highest, and it goes as urgent. One of a model at a time, so that the
+higher classes get 7 of every 8 all the same.
+
+Heads too large for every session named, even when empty, are looked past beside those, at most `max_oversized` of a class:
+they wait for another session. Behind these, a tenant with such a head takes no part in the pop with that class.
 
 Entries whose deadline has passed leave every structure in any pop, bound check or depth. Delayed ones (`ready_at`) wait
 aside, then return to their old place; they count as queued.
@@ -88,12 +95,21 @@ class SessionRoom:
 class Popped:
     """`session_id` is the session whose room it was counted against, the one with most tokens left where it fits. The
     dispatcher may prefer another one, but none of those that are `kept` for others: earmarked, of its class or a higher
-    one."""
+    one.
+
+    `is_urgent`: taken out of class order, by the rule of age while a higher class waits or because it starved. Until this
+    attempt ends it is judged like an entry of the highest class, so that nothing that comes later goes before it."""
 
     entry: QueueEntry
     pop_id: str
     session_id: SessionId
     kept: frozenset[SessionId] = frozenset()
+    is_urgent: bool = False
+
+    @property
+    def rank(self) -> int:
+        """What it is judged by."""
+        return 0 if self.is_urgent else self.entry.priority_class.rank
 
 
 class EnqueueStatus(StrEnum):

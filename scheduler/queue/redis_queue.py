@@ -9,6 +9,7 @@ node that alone lost its keys is not noticed this way: the reaper's comparison w
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, cast
 from urllib.parse import quote
@@ -96,16 +97,14 @@ class RedisAdmissionQueue:
             for session_id, rank in zip(sessions[::2], sessions[1::2], strict=True)
         ]
         popped: list[Popped] = []
-        for generation_id, packed, pop_id, session_id in zip(*(answer[i::4] for i in range(4)), strict=True):
-            entry = unpack_entry(model_key, generation_id, packed)
-            popped.append(
-                Popped(
-                    entry=entry,
-                    pop_id=pop_id.decode(),
-                    session_id=SessionId(session_id.decode()),
-                    kept=kept_from(entry, kept),
-                )
+        for generation_id, packed, pop_id, session_id, is_urgent in zip(*(answer[i::5] for i in range(5)), strict=True):
+            pop = Popped(
+                entry=unpack_entry(model_key, generation_id, packed),
+                pop_id=pop_id.decode(),
+                session_id=SessionId(session_id.decode()),
+                is_urgent=is_urgent == 1,
             )
+            popped.append(replace(pop, kept=kept_from(pop.rank, kept)))
         return popped
 
     async def ack_many(self, popped: Sequence[Popped]) -> None:

@@ -36,7 +36,7 @@ def pop_arguments(
     """Everything pop.lua takes behind the time, in its order."""
     yield pop_id
     yield max_entries
-    for duration in (settings.pop_hold, settings.skip_patience, settings.earmark_lease):
+    for duration in (settings.pop_hold, settings.skip_patience, settings.starving_after, settings.earmark_lease):
         yield duration_us(duration)
     yield from (settings.max_passed, settings.max_passed_of_tenant, settings.max_oversized)
     yield from (settings.rebase_counters_at, duration_us(RATE_WINDOW))

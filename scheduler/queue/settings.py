@@ -24,10 +24,12 @@ class QueueSettings:
     """How long a popped entry stays in flight before a reap puts it back."""
     skip_patience: timedelta = timedelta(seconds=2)
     """How long a head is skipped before it earmarks a session."""
+    starving_after: timedelta = timedelta(seconds=30)
+    """How long one is skipped before a session is closed to all others, of every class, until it fits there."""
     earmark_lease: timedelta = timedelta(seconds=5)
     """How long an earmark outlives the last pop that named its session."""
     max_passed: int = 8
-    """Heads that do not fit and that one pop looks past."""
+    """Heads of a class that do not fit and that one pop looks past."""
     max_passed_of_tenant: int = 4
     max_oversized: int = 64
     """Heads beside those, too large for any of the sessions even when empty: they wait for a larger one. Where there are

@@ -31,6 +31,8 @@ SETTINGS = QueueSettings(
     max_tenant_requests=8,
     max_tenant_prompt_tokens=300,
     wait_thresholds=(timedelta(seconds=1), timedelta(seconds=2), timedelta(seconds=3)),
+    skip_patience=timedelta(seconds=1),
+    starving_after=timedelta(seconds=2),
     max_passed=4,
     max_passed_of_tenant=2,
     max_oversized=3,
@@ -77,8 +79,8 @@ class QueueMachine(RuleBasedStateMachine):
     runner: asyncio.Runner
     server: QueueUnderTest
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(turn=st.sampled_from([0, 6, 7]))
+    def begin(self, turn: int) -> None:
         self.clock = self.server.clock
         self.clock.advance(ARRIVAL - self.clock())
         assert isinstance(self.server.queue, RedisAdmissionQueue)
@@ -88,6 +90,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.known: list[QueueEntry] = []
         self.await_(self.server.lose_all())
         self.both("mark_ready")
+        self.take_turns(turn)
 
     def await_(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(work)
@@ -134,6 +137,29 @@ class QueueMachine(RuleBasedStateMachine):
         assert not in_flight & {id_of(pop) for pop in ours}
         assert len({pop.pop_id for pop in theirs}) == len(theirs)
         self.held += zip(theirs, ours, strict=True)
+
+    @rule(number=st.integers(1, 7))
+    def take_turns(self, number: int) -> None:
+        """Popping small ones brings the rule of age nearer."""
+        small = [entry_of("c", max_tokens=1, priority_class=PriorityClass.INTERACTIVE) for _ in range(number)]
+        small = [replace(entry, arrived_at=self.clock(), order_at=self.clock()) for entry in small]
+        self.both("enqueue_many", small)
+        self.known += small
+        self.pop([room_of(number, entries=(number, 0, 0), session="v", capacity=number)], number)
+
+    @rule(
+        seconds=st.sampled_from([1.0, 2.0, 3.0]),
+        size=st.integers(60, 90),
+        priority_class=st.sampled_from(PriorityClass),
+    )
+    def overtake(self, seconds: float, size: int, priority_class: PriorityClass) -> None:
+        """Something large is skipped by a session that could hold it when empty."""
+        entry = replace(entry_of("b", max_tokens=size, priority_class=priority_class), arrived_at=self.clock())
+        self.both("enqueue_many", [entry])
+        self.known.append(entry)
+        for _ in range(2):
+            self.pop([room_of((50, 40, 40), session="s", capacity=90)], 2)
+            self.wait(seconds)
 
     @rule(picks=st.lists(st.integers(0, 99), min_size=1, max_size=4), end=st.sampled_from(["ack", "drop", "return"]))
     def end_pops(self, picks: list[int], end: str) -> None:
@@ -217,6 +243,9 @@ class QueueMachine(RuleBasedStateMachine):
         marked = {entry: session.decode() for entry, session in contents.get("earmarked", {}).items()}
         assert marked == {entry: session for session, entry in earmarks.items()}
         assert contents.get("earmark_leases", {}) == state.earmarks.until_us_by_session
+        starving = meta.get("starving")
+        assert (None if starving is None else starving.decode()) == state.earmarks.starving
+        assert starving is None or starving.decode() in earmarks.values()
 
     def is_held(self, pop: Popped) -> bool:
         slot = self.twin.state_of(MODEL).slots.get(pop.entry.generation_id)

@@ -1,12 +1,21 @@
 -- Where entries are and how they move, as in model_queue.py: waiting, delayed or in flight; counts follow.
+-- In the place of the session's earmark, if it has one.
 local function set_earmark(session, generation, until_us)
+  local other = call('HGET', EARMARKS, session)
+  if other and other ~= generation then
+    call('HDEL', EARMARKED, other)
+  end
   call('HSET', EARMARKS, session, generation)
   call('HSET', EARMARKED, generation, session)
   call('ZADD', EARMARK_LEASES, int(until_us), session)
 end
 
 local function release_earmark(session)
-  call('HDEL', EARMARKED, call('HGET', EARMARKS, session))
+  local generation = call('HGET', EARMARKS, session)
+  if generation == call('HGET', META, 'starving') then
+    call('HDEL', META, 'starving')
+  end
+  call('HDEL', EARMARKED, generation)
   call('HDEL', EARMARKS, session)
   call('ZREM', EARMARK_LEASES, session)
 end

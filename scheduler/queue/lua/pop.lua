@@ -1,23 +1,28 @@
 -- Which entries a pop takes, as in selection.py.
--- ARGV: now, id of this pop, most entries, hold, patience, earmark lease, most heads to look past, most of one tenant, most
--- beside them that are too large for all sessions, limit of counters, rate window, the classes' wait thresholds, then per
--- session: id, most entries and most tokens of each class, capacity, most charged entries. Durations in µs.
--- Answers a list of generation, packed entry, pop id, session, ... and one of the sessions that are kept for an entry, with
--- the rank of its class.
+-- ARGV: now, id of this pop, most entries, hold, patience, time to starve, earmark lease, most heads of a class to look past,
+-- most of one tenant, most beside them that are too large for all sessions, limit of counters, rate window, the classes' wait
+-- thresholds, then per session: id, most entries and most tokens of each class, capacity, most charged entries. Durations in µs.
+-- Answers a list of generation, packed entry, pop id, session, 1 if urgent, ... and one of the sessions that are kept for an
+-- entry, with its rank: 0 while it starves.
 if not is_ready() then
   return NOT_READY
 end
 local TURN = 8
 local now, pop_id, max_entries = now_us(ARGV[1]), ARGV[2], tonumber(ARGV[3])
-local held_until, patience, earmarked_until = now + tonumber(ARGV[4]), tonumber(ARGV[5]), now + tonumber(ARGV[6])
-local max_passed, max_passed_of_tenant, max_oversized = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
-local counter_limit, window = tonumber(ARGV[10]), tonumber(ARGV[11])
-local FIRST_THRESHOLD, FIRST_ROOM = 12, 15
+local held_until, patience, starving_after = now + tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local earmarked_until = now + tonumber(ARGV[7])
+local max_passed, max_passed_of_tenant, max_oversized = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+local counter_limit, window = tonumber(ARGV[11]), tonumber(ARGV[12])
+local FIRST_THRESHOLD, FIRST_ROOM = 13, 16
 local turn = tonumber(call('HGET', META, 'turn') or '0')
 local answers, num_popped = {}, 0
 local new_floor -- what the tenant served last had before
-local passed, num_seen, num_passed, num_oversized = {}, 0, 0, 0
-local num_passed_by_tenant, closed_tenants, is_over = {}, {}, false
+local passed, num_seen = {}, 0
+local looks = {} -- by rank, what was looked past of a class: none uses up another's
+for rank = 0, NUM_CLASSES - 1 do
+  looks[rank] = {num_passed = 0, num_passed_by_tenant = {}, num_oversized = 0, closed_tenants = {}, is_over = false}
+end
+local starving_head -- the first that was looked past and starves, and its entry
 local walked = {} -- tenants at the front of a lane without a head
 
 -- What the entries taken change in structures that nothing in this script reads before its end: written in one piece.
@@ -28,8 +33,14 @@ local function change(key, field, by)
   changes[key][field] = (changes[key][field] or 0) + by
 end
 
-local function take(generation, entry, packed, room)
+local function take(generation, entry, packed, room, rank)
   end_waiting(generation, entry)
+  if starving == generation then
+    starving = nil
+  end
+  if starving_head and starving_head.generation == generation then
+    starving_head = nil
+  end
   walked = {}
   for _, other in ipairs(rooms) do
     if other.earmark == generation then
@@ -54,56 +65,104 @@ local function take(generation, entry, packed, room)
   room.num_popped, room.tokens_popped = room.num_popped + 1, room.tokens_popped + entry.max_tokens
   room.num_charged = room.num_charged + entry.charged
   num_popped, turn = num_popped + 1, (turn + 1) % TURN
-  for _, value in ipairs({generation, packed, id, room.session}) do
+  for _, value in ipairs({generation, packed, id, room.session, rank < entry.rank and 1 or 0}) do
     answers[#answers + 1] = value
   end
+end
+
+local function keep(room, generation, entry, rank)
+  room.earmark, room.earmarked, room.earmark_rank = generation, entry, rank
+  set_earmark(room.session, generation, earmarked_until)
+end
+
+-- When it is the turn of age, what starves gets its session, closed to all others and with a place left for it: its own, one
+-- that is kept for nothing, or any. One of a model at a time: the classes above get 7 of 8 even while many starve.
+local function keep_for_starving()
+  if not starving_head or turn ~= TURN - 1 or starving then
+    return
+  end
+  local generation, entry = starving_head.generation, starving_head.entry
+  local function is_able(room)
+    return could_hold(room, entry) and room.num_popped < room.max_entries[0]
+  end
+  local room = roomiest(0, function(each)
+    return each.earmark == generation and is_able(each)
+  end) or roomiest(0, function(each)
+    return not each.earmark and is_able(each)
+  end) or roomiest(0, is_able)
+  if not room then
+    return
+  end
+  for _, other in ipairs(rooms) do
+    if other.earmark == generation then
+      other.earmark = nil
+    end
+  end
+  local session = call('HGET', EARMARKED, generation)
+  if session then
+    release_earmark(session)
+  end
+  keep(room, generation, entry, 0)
+  starving = generation
+  call('HSET', META, 'starving', generation)
 end
 
 -- Looks past a head; one that has been for long keeps a session that could hold it when empty and is kept for nothing yet.
 local function pass(generation, entry)
   passed[generation], num_seen = true, num_seen + 1
   call('HSETNX', SKIPPED, generation, int(now))
-  local since = tonumber(call('HGET', SKIPPED, generation))
-  if now - since < patience or call('HEXISTS', EARMARKED, generation) == 1 then
-    return
+  local skipped = now - tonumber(call('HGET', SKIPPED, generation))
+  if skipped >= patience and call('HEXISTS', EARMARKED, generation) == 0 then
+    local room = roomiest(entry.rank, function(each)
+      return not each.earmark and could_hold(each, entry)
+    end)
+    if room then
+      keep(room, generation, entry, entry.rank)
+    end
   end
-  local room = roomiest(entry.rank, function(each)
-    return not each.earmark and each.capacity >= entry.max_tokens and (entry.charged == 0 or each.max_charged > 0)
-  end)
-  if room then
-    room.earmark, room.earmark_rank = generation, entry.rank
-    set_earmark(room.session, generation, earmarked_until)
+  if entry.rank > 0 and skipped >= starving_after and not starving_head then
+    local room = roomiest(0, function(each)
+      return could_hold(each, entry)
+    end)
+    if room then
+      starving_head = {generation = generation, entry = entry}
+      keep_for_starving()
+    end
   end
 end
 
--- TAKEN, PASSED, or CLOSED: it does not fit and may not be looked past.
-local function try(generation)
+-- TAKEN, PASSED, or CLOSED: it does not fit and may not be looked past. Judged by `rank`, or by 0 if it is what starves.
+local function try(generation, rank, is_aged)
   local entry, packed = find(generation)
-  local room = roomiest(entry.rank, function(each)
-    return fits(each, generation, entry)
+  rank = starving == generation and 0 or rank
+  local wish = {rank = rank, charged = entry.charged, is_aged = is_aged, generation = generation, entry = entry}
+  local room = roomiest(rank, function(each)
+    return fits(each, wish)
   end)
+  local seen = looks[entry.rank]
   if room then
-    take(generation, entry, packed, room)
+    take(generation, entry, packed, room, rank)
     return 'TAKEN'
   elseif entry.max_tokens > largest_capacity then
     -- What would fit none of these sessions even when empty waits for another one, and must not block them.
-    num_oversized = num_oversized + 1
-    if num_oversized > max_oversized then
+    seen.num_oversized = seen.num_oversized + 1
+    if seen.num_oversized > max_oversized then
       -- Who waits for the other session must not keep this one from the tenants that do not.
-      closed_tenants[entry.tenant] = true
-      is_over = num_oversized >= 2 * max_oversized
+      seen.closed_tenants[entry.tenant] = true
+      seen.is_over = seen.num_oversized >= 2 * max_oversized
       return 'CLOSED'
     end
     pass(generation, entry)
     return 'PASSED'
-  elseif num_passed >= max_passed then
-    is_over = true
+  elseif seen.num_passed >= max_passed then
+    seen.is_over = true
     return 'CLOSED'
-  elseif (num_passed_by_tenant[entry.tenant] or 0) >= max_passed_of_tenant then
-    closed_tenants[entry.tenant] = true
+  elseif (seen.num_passed_by_tenant[entry.tenant] or 0) >= max_passed_of_tenant then
+    seen.closed_tenants[entry.tenant] = true
     return 'CLOSED'
   end
-  num_passed, num_passed_by_tenant[entry.tenant] = num_passed + 1, (num_passed_by_tenant[entry.tenant] or 0) + 1
+  seen.num_passed = seen.num_passed + 1
+  seen.num_passed_by_tenant[entry.tenant] = (seen.num_passed_by_tenant[entry.tenant] or 0) + 1
   pass(generation, entry)
   return 'PASSED'
 end
@@ -118,36 +177,49 @@ local function first_not_passed(key)
   end
 end
 
--- The oldest that has waited beyond its class's threshold.
+-- The highest class of which an entry waits.
+local function highest_waiting()
+  for lane = 0, NUM_LANES - 1 do
+    if is_lane_used(lane) and call('EXISTS', tenants_key(lane)) == 1 then
+      return math.floor(lane / 2)
+    end
+  end
+  return 0
+end
+
+-- The oldest that has waited beyond its class's threshold; as urgent while one of a higher class waits.
 local function pick_aged()
+  local highest = highest_waiting()
   while true do
-    local oldest, oldest_arrival
+    local oldest, oldest_arrival, oldest_rank
     for lane = 0, NUM_LANES - 1 do
       local rank = math.floor(lane / 2)
+      local judged = rank > highest and 0 or rank
       local generation, arrival
-      if is_lane_open(rank, lane % 2) then
+      if is_lane_open(judged, lane % 2, true) then
         generation, arrival = first_not_passed(arrivals_key(lane))
       end
       if generation and arrival + tonumber(ARGV[FIRST_THRESHOLD + rank]) <= now then
         if not oldest or arrival < oldest_arrival or (arrival == oldest_arrival and is_before(generation, oldest)) then
-          oldest, oldest_arrival = generation, arrival
+          oldest, oldest_arrival, oldest_rank = generation, arrival, judged
         end
       end
     end
-    local verdict = oldest and try(oldest)
+    local verdict = oldest and try(oldest, oldest_rank, true)
     if verdict ~= 'PASSED' then
       return verdict == 'TAKEN'
     end
   end
 end
 
--- What a session was kept for goes first of its class, as soon as it fits there.
+-- What a session was kept for goes first of its class, as soon as it fits there; what starves, of all.
 local function pick_earmarked(rank)
   for _, room in ipairs(rooms) do
-    if room.earmark and room.earmark_rank == rank then
-      local entry, packed = find(room.earmark)
-      if fits(room, room.earmark, entry) then
-        take(room.earmark, entry, packed, room)
+    local generation = room.earmark
+    if generation and room.earmark_rank == rank then
+      local entry, packed = find(generation)
+      if fits(room, {rank = rank, charged = entry.charged, generation = generation, entry = entry}) then
+        take(generation, entry, packed, room, rank)
         return true
       end
     end
@@ -158,6 +230,7 @@ end
 -- The first head of a lane, by counter, tenant, order and id; walks over tenants whose heads were all looked past. These
 -- have none before something is taken, which also changes the order of tenants: until then the next walk begins behind them.
 local function head_of_lane(lane)
+  local closed_tenants = looks[math.floor(lane / 2)].closed_tenants
   if not is_lane_used(lane) then
     return nil
   end
@@ -193,7 +266,7 @@ end
 
 -- The tenant with the smallest counter, its earliest entry; heads that do not fit are looked past.
 local function pick_of_class(rank)
-  while not is_over do
+  while not looks[rank].is_over do
     local best
     for charged = 0, 1 do
       local head = is_lane_open(rank, charged) and head_of_lane(rank * 2 + charged)
@@ -203,7 +276,7 @@ local function pick_of_class(rank)
     end
     if not best then
       return false
-    elseif try(best.generation) == 'TAKEN' then
+    elseif try(best.generation, rank) == 'TAKEN' then
       return true
     end
   end
@@ -211,6 +284,7 @@ local function pick_of_class(rank)
 end
 
 local function pick()
+  keep_for_starving()
   if turn == TURN - 1 and pick_aged() then
     return true
   end
@@ -253,6 +327,11 @@ end
 expire(now)
 ripen(now)
 expire_earmarks(now)
+starving = call('HGET', META, 'starving') or nil
+if starving and call('HEXISTS', EARMARKED, starving) == 0 then -- released by a script that knows nothing of it
+  call('HDEL', META, 'starving')
+  starving = nil
+end
 for first = FIRST_ROOM, #ARGV, ROOM_SIZE do
   open_room(first, earmarked_until)
 end

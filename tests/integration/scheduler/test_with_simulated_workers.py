@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler.queue.settings import QueueSettings
 from service_kit.ids import GenerationId, TenantId
 from state_store.model import NewGeneration, PriorityClass
 from state_store.tenant_store import NewTenant
@@ -120,6 +121,78 @@ async def test_a_prompt_that_needs_most_of_the_memory_starts_in_time_among_small
     num_steps = (stack.clock.seconds - begun_at_s) / STEP_S
     assert num_steps > 100, "nothing was in its way: the test shows nothing"
     assert len(stack.ends()) - ended_before > num_steps / 5, "the small ones went on meanwhile"
+
+
+class UrgentClients:
+    """As many INTERACTIVE requests as there are clients, at every moment."""
+
+    def __init__(self, stack: SimulatedStack, number: int, *, prompt: int, output: int) -> None:
+        self._stack = stack
+        self._prompt = prompt
+        self._output = output
+        self._rng = random.Random(number)
+        self._waits_for: list[GenerationId | None] = [None] * number
+        self.num_served = 0
+
+    async def step(self) -> None:
+        ended = self._stack.ends()
+        for index, waits_for in enumerate(self._waits_for):
+            if waits_for is None or waits_for in ended:
+                self.num_served += waits_for is not None
+                output = self._rng.randrange(self._output // 2, self._output)
+                asked = request(self._stack, range(self._prompt), output, priority_class=PriorityClass.INTERACTIVE)
+                self._waits_for[index] = await self._stack.submit(asked)
+        await self._stack.step()
+
+    async def seconds_until(self, ended: GenerationId, *, at_most_s: float) -> float:
+        begun_at_s = self._stack.clock.seconds
+        while ended not in self._stack.ends():
+            await self.step()
+            assert self._stack.clock.seconds - begun_at_s < at_most_s
+        return self._stack.clock.seconds - begun_at_s
+
+
+BATCH_TENANT = TenantId("batch")
+
+
+async def test_a_large_batch_request_ends_while_urgent_ones_fill_the_memory(directory: Path) -> None:
+    stack = SimulatedStack(directory, step_s=STEP_S)
+    await stack.start(1, max_running=16, num_blocks=64, has_prefix_cache=False)
+    clients = UrgentClients(stack, 20, prompt=80, output=60)
+    for _ in range(100):
+        await clients.step()
+    batch = PriorityClass.BATCH
+    large = await stack.submit(request(stack, [7] * 800, 20, tenant_id=BATCH_TENANT, priority_class=batch))
+    starving_s = QueueSettings().starving_after.total_seconds()
+    took_s = await clients.seconds_until(large, at_most_s=starving_s + 8)
+    assert took_s > starving_s - 1, "it was not in the way of anybody: the test shows nothing"
+    assert stack.ends()[large] == 20
+
+
+async def test_large_batch_requests_that_starve_together_leave_most_to_urgent_ones(directory: Path) -> None:
+    stack = SimulatedStack(directory, step_s=STEP_S)
+    await stack.start(1, max_running=16, num_blocks=64, has_prefix_cache=False)
+    clients = UrgentClients(stack, 20, prompt=80, output=60)
+    batch = PriorityClass.BATCH
+    for _ in range(4):
+        last = await stack.submit(request(stack, [7] * 800, 2, tenant_id=BATCH_TENANT, priority_class=batch))
+    for _ in range(1450):
+        await clients.step()
+    served_before = clients.num_served
+    await clients.seconds_until(last, at_most_s=20)
+    assert clients.num_served - served_before >= 4 * 7
+
+
+async def test_a_small_batch_request_ends_while_urgent_ones_fill_the_slots(directory: Path) -> None:
+    stack = SimulatedStack(directory, step_s=STEP_S)
+    await stack.start(1, max_running=4, num_blocks=400)
+    clients = UrgentClients(stack, 10, prompt=20, output=60)
+    for _ in range(100):
+        await clients.step()
+    batch = PriorityClass.BATCH
+    small = await stack.submit(request(stack, range(20), 100, tenant_id=BATCH_TENANT, priority_class=batch))
+    await clients.seconds_until(small, at_most_s=40)
+    assert stack.ends()[small] == 100
 
 
 async def submit_small(stack: SimulatedStack, sizes: random.Random, tenant_id: TenantId, number: int) -> None:

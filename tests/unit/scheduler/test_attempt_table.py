@@ -40,6 +40,13 @@ def test_what_was_given_counts_by_class_whether_a_report_shows_it_or_not(table):
     assert table.tokens_to_fill() == (2, 20, 200)
 
 
+def test_an_urgent_attempt_counts_for_the_highest_class_whatever_its_own(table):
+    table.find(ref("c")).is_urgent = True
+    assert table.num_outstanding() == (2, 1, 0)
+    assert table.unseen_tokens() == (101, 10, 0)
+    assert table.tokens_to_fill() == (202, 20, 0)
+
+
 def test_what_has_made_a_token_has_nothing_to_fill_any_more(table):
     table.find(ref("b")).record.charged_attempts = 0
     table.note_added(ref("b"))
