@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from service_kit.errors import QuotaExceededError, Reason, UnavailableError
+from service_kit.errors import QueueBound, QuotaExceededError, Reason, UnavailableError
 from service_kit.ids import TenantId
 from state_store.model import PriorityClass
 
@@ -39,10 +39,13 @@ class FullQueues:
         self._refusals: dict[QueueName, _Refusal] = {}
 
     def note(self, revision: str, priority_class: PriorityClass, tenant_id: TenantId, error: FullError) -> None:
-        """Remembers a refusal when it is about the queue, or the tenant's part of it."""
+        """Remembers a refusal when it is about the queue, or the tenant's part of it. One over the queue's prompt tokens
+        is not: it says nothing about shorter prompts."""
         now = self._now()
         until = now + min(error.retry_after, _MAX_REMEMBERED)
         if error.reason == Reason.QUEUE_FULL:
+            if error.metadata.get("bound") != QueueBound.REQUESTS:
+                return
             refusal = _Refusal(subject="", until=until)
             self._refusals[QueueName(revision=revision, priority_class=priority_class)] = refusal
         elif error.reason == Reason.TENANT_QUEUE_FULL and isinstance(error, QuotaExceededError):
@@ -56,7 +59,12 @@ class FullQueues:
         """The error for a call of this tenant; None while nothing is known to be full."""
         everybodys = self._known(QueueName(revision=revision, priority_class=priority_class))
         if everybodys is not None:
-            return UnavailableError("the queue is full", reason=Reason.QUEUE_FULL, retry_after=self._wait(everybodys))
+            return UnavailableError(
+                "the queue is full",
+                reason=Reason.QUEUE_FULL,
+                retry_after=self._wait(everybodys),
+                metadata={"bound": QueueBound.REQUESTS.value},
+            )
         own = self._known(QueueName(revision=revision, priority_class=priority_class, tenant_id=tenant_id))
         if own is None:
             return None

@@ -225,6 +225,7 @@ def _misfit(generation: NewGeneration, sizes: Sequence[SessionSizes]) -> SluiceE
 
 
 def _refusal_of(generation: NewGeneration, verdict: BoundVerdict) -> SluiceError | None:
+    metadata = {} if verdict.bound is None else {"bound": verdict.bound.value}
     match verdict.status:
         case BoundStatus.FREE:
             return None
@@ -234,10 +235,14 @@ def _refusal_of(generation: NewGeneration, verdict: BoundVerdict) -> SluiceError
                 subject=f"tenant:{generation.tenant_id}:queue",
                 reason=Reason.TENANT_QUEUE_FULL,
                 retry_after=verdict.retry_after,
+                metadata=metadata,
             )
         case BoundStatus.QUEUE_FULL:
             return UnavailableError(
-                "the queue of this model and class is full", reason=Reason.QUEUE_FULL, retry_after=verdict.retry_after
+                "the queue of this model and class is full",
+                reason=Reason.QUEUE_FULL,
+                retry_after=verdict.retry_after,
+                metadata=metadata,
             )
         case _:
             assert_never(verdict.status)

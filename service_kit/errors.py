@@ -49,6 +49,15 @@ class Reason(StrEnum):
     INTERNAL = "INTERNAL"
 
 
+class QueueBound(StrEnum):
+    """Which bound a QUEUE_FULL or TENANT_QUEUE_FULL is about: `bound` in its metadata."""
+
+    REQUESTS = "requests"
+    """Nobody has a place."""
+    PROMPT_TOKENS = "prompt_tokens"
+    """A shorter prompt may have one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldViolation:
     """One bad field, named by its path in the proto ("spec.sampling.top_p")."""

@@ -7,6 +7,7 @@ from datetime import timedelta
 from scheduler.queue.codec import duration_us
 from scheduler.queue.port import BoundCheck, BoundStatus, BoundVerdict
 from scheduler.queue.settings import QueueSettings
+from service_kit.errors import QueueBound
 from service_kit.ids import TenantId
 
 RATE_WINDOW = timedelta(seconds=5)
@@ -73,30 +74,40 @@ def _judge(check: BoundCheck, load: ModelLoad, settings: QueueSettings) -> Bound
     rank = check.priority_class.rank
     tenant, queue = load.by_tenant[check.tenant_id], load.by_rank[rank]
     excess = _excess(tenant, check, settings.max_tenant_requests, settings.max_tenant_prompt_tokens)
-    if excess:
+    if excess is not None:
         # The tenants that wait share what is popped.
-        return _refusal(
-            BoundStatus.TENANT_FULL, max(excess, tenant.requests // _SHARE_TO_LEAVE), load, load.num_tenants
-        )
+        return _refusal(BoundStatus.TENANT_FULL, excess, load, load.num_tenants)
     excess = _excess(queue, check, settings.max_requests[rank], settings.max_prompt_tokens[rank])
-    if excess:
-        return _refusal(BoundStatus.QUEUE_FULL, max(excess, queue.requests // _SHARE_TO_LEAVE), load, 1)
+    if excess is not None:
+        return _refusal(BoundStatus.QUEUE_FULL, excess, load, 1)
     for part in (tenant, queue):
         part.requests += 1
         part.prompt_tokens += check.prompt_tokens
     return BoundVerdict(status=BoundStatus.FREE)
 
 
-def _excess(load: Load, check: BoundCheck, max_requests: int, max_prompt_tokens: int) -> int:
-    """About how many entries have to leave before the request has a place; 0 when it has one now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Excess:
+    """The bound that is reached, and about how many entries have to leave before the request has a place."""
+
+    bound: QueueBound
+    num_to_leave: int
+
+
+def _excess(load: Load, check: BoundCheck, max_requests: int, max_prompt_tokens: int) -> _Excess | None:
+    """None when it has a place now."""
     excess = max(0, load.requests + 1 - max_requests)
+    bound = QueueBound.REQUESTS if excess else QueueBound.PROMPT_TOKENS
     excess_tokens = load.prompt_tokens + check.prompt_tokens - max_prompt_tokens
     if load.requests and excess_tokens > 0:
         mean_tokens = max(1, load.prompt_tokens // load.requests)
         excess = max(excess, -(-excess_tokens // mean_tokens))
-    return excess
+    if not excess:
+        return None
+    return _Excess(bound=bound, num_to_leave=max(excess, load.requests // _SHARE_TO_LEAVE))
 
 
-def _refusal(status: BoundStatus, num_to_leave: int, load: ModelLoad, num_sharing: int) -> BoundVerdict:
-    wait = load.pops.time_for(num_to_leave * max(1, num_sharing), load.now_us)
-    return BoundVerdict(status=status, retry_after=min(max(wait, MIN_RETRY_AFTER), MAX_RETRY_AFTER))
+def _refusal(status: BoundStatus, excess: _Excess, load: ModelLoad, num_sharing: int) -> BoundVerdict:
+    wait = load.pops.time_for(excess.num_to_leave * max(1, num_sharing), load.now_us)
+    retry_after = min(max(wait, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
+    return BoundVerdict(status=status, bound=excess.bound, retry_after=retry_after)

@@ -41,6 +41,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
 
+from service_kit.errors import QueueBound
 from service_kit.ids import GenerationId, SessionId, TenantId
 from state_store.model import ModelKey, PriorityClass
 
@@ -138,9 +139,11 @@ class BoundStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundVerdict:
-    """`retry_after` is estimated from the model's measured pop rate, between 0.5 s and 30 s; zero when FREE."""
+    """`retry_after` is estimated from the model's measured pop rate, between 0.5 s and 30 s; zero when FREE.
+    `bound` is None when FREE, else what was reached: REQUESTS where both are."""
 
     status: BoundStatus
+    bound: QueueBound | None = None
     retry_after: timedelta = timedelta(0)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from scheduler.queue.errors import QueueNotReadyError
 from scheduler.queue.port import BoundCheck, BoundStatus
+from service_kit.errors import QueueBound
 from service_kit.ids import TenantId
 from state_store.model import ModelKey, PriorityClass
 from tests.support.admission_queues import ARRIVAL, MODEL, OTHER_MODEL, QueueUnderTest, entry_of
@@ -72,6 +73,13 @@ async def test_prompt_tokens_are_bounded_per_class_and_per_tenant(under_test: Qu
     await under_test.add(entry_of("a", prompt_tokens=80, priority_class=PriorityClass.BATCH))
     urgent = PriorityClass.INTERACTIVE
     assert await statuses(under_test, check_of("a", 11, urgent), check_of("a", 10, urgent)) == [TENANT_FULL, FREE]
+
+
+async def test_a_refusal_names_its_bound_and_the_requests_where_both_are_reached(under_test: QueueUnderTest) -> None:
+    await under_test.add(entry_of("a", prompt_tokens=60))
+    checks = [check_of("b", 41), check_of("b", 40), check_of("c", 0), check_of("d", 0), check_of("d", 99)]
+    bounds = [verdict.bound for verdict in await under_test.queue.check_many(checks)]
+    assert bounds == [QueueBound.PROMPT_TOKENS, None, None, QueueBound.REQUESTS, QueueBound.REQUESTS]
 
 
 async def test_a_bound_in_tokens_never_refuses_what_is_alone(under_test: QueueUnderTest) -> None:

@@ -77,7 +77,9 @@ async def test_a_full_queue_is_everybodys_and_no_other_scheduler_is_asked(tmp_pa
 async def test_a_full_queue_is_remembered_and_refuses_all_but_known_requests(gateway: GatewayRig) -> None:
     stub, scheduler = gateway.stub, gateway.scheduler
     known = (await stub.CreateGeneration(create_request("known"), metadata=gateway.auth)).accepted
-    scheduler.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL, retry_after=timedelta(minutes=1))
+    scheduler.refusal = UnavailableError(
+        "full", reason=Reason.QUEUE_FULL, retry_after=timedelta(minutes=1), metadata={"bound": "requests"}
+    )
     await failure_of(stub.CreateGeneration(create_request("r1"), metadata=gateway.auth))
     scheduler.refusal = None
     num_submits = len(scheduler.submits)
@@ -91,6 +93,14 @@ async def test_a_full_queue_is_remembered_and_refuses_all_but_known_requests(gat
     other_class = create_request("r3")
     other_class.spec.priority_class = types_pb2.PRIORITY_CLASS_BATCH
     assert (await stub.CreateGeneration(other_class, metadata=gateway.auth)).accepted.created
+
+
+async def test_a_prompt_too_long_for_the_queue_is_refused_alone(gateway: GatewayRig) -> None:
+    stub, scheduler = gateway.stub, gateway.scheduler
+    scheduler.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL, metadata={"bound": "prompt_tokens"})
+    await failure_of(stub.CreateGeneration(create_request("r1"), metadata=gateway.auth))
+    scheduler.refusal = None
+    assert (await stub.CreateGeneration(create_request("r2"), metadata=gateway.auth)).accepted.created
 
 
 async def test_a_tenants_full_queue_reaches_the_caller_with_its_details(tmp_path: Path) -> None:

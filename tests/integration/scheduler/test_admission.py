@@ -26,7 +26,7 @@ from tests.support.generations import LEASE, new_session
 from tests.support.polling import eventually
 from tests.support.scheduler_rig import MODEL_KEY, SchedulerRig, Stores, make_generation, running_scheduler
 
-BOUNDS = QueueSettings(max_requests=(3, 3, 3), max_tenant_requests=2)
+BOUNDS = QueueSettings(max_requests=(3, 3, 3), max_prompt_tokens=(100, 100, 100), max_tenant_requests=2)
 OTHER_TENANT = TenantId("tenant-b")
 
 
@@ -79,11 +79,19 @@ async def test_a_full_queue_refuses_everybody_of_its_class_alone(bounded: Schedu
     refused = small(tenant_id=OTHER_TENANT)
     with pytest.raises(UnavailableError) as caught:
         await submit(bounded, refused)
-    assert caught.value.reason == Reason.QUEUE_FULL
+    assert (caught.value.reason, caught.value.metadata) == (Reason.QUEUE_FULL, {"bound": "requests"})
     assert caught.value.retry_after >= timedelta(seconds=0.5)
     assert not await is_committed(bounded, refused)
     urgent = small(tenant_id=OTHER_TENANT, priority_class=PriorityClass.INTERACTIVE)
     assert (await submit(bounded, urgent)).kind is SubmitKind.CREATED
+
+
+async def test_a_prompt_that_exceeds_the_queues_tokens_is_refused_with_that_bound(bounded: SchedulerRig) -> None:
+    await submit(bounded, small(prompt_token_ids=(1,) * 60))
+    with pytest.raises(UnavailableError) as caught:
+        await submit(bounded, small(prompt_token_ids=(1,) * 60, tenant_id=OTHER_TENANT))
+    assert (caught.value.reason, caught.value.metadata) == (Reason.QUEUE_FULL, {"bound": "prompt_tokens"})
+    assert (await submit(bounded, small(tenant_id=OTHER_TENANT))).kind is SubmitKind.CREATED
 
 
 async def test_a_known_request_id_attaches_while_everything_is_full(bounded: SchedulerRig) -> None:

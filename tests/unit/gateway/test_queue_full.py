@@ -2,6 +2,8 @@
 
 from datetime import timedelta
 
+import pytest
+
 from gateway.queue_full import FullQueues
 from service_kit.errors import QuotaExceededError, Reason, UnavailableError
 from service_kit.ids import TenantId
@@ -10,7 +12,9 @@ from tests.support.clock import SteppedClock
 
 CLASS = PriorityClass.STANDARD
 HERE, THERE = TenantId("here"), TenantId("there")
-FULL = UnavailableError("full", reason=Reason.QUEUE_FULL, retry_after=timedelta(seconds=30))
+FULL = UnavailableError(
+    "full", reason=Reason.QUEUE_FULL, retry_after=timedelta(seconds=30), metadata={"bound": "requests"}
+)
 OWN_FULL = QuotaExceededError(
     "full", subject="tenant:here:queue", reason=Reason.TENANT_QUEUE_FULL, retry_after=timedelta(seconds=0.5)
 )
@@ -23,10 +27,17 @@ def test_a_full_queue_is_full_for_everybody_of_its_class_for_a_second() -> None:
     for tenant in (HERE, THERE):
         refusal = queues.refusal("r", CLASS, tenant)
         assert isinstance(refusal, UnavailableError)
-        assert refusal.retry_after == timedelta(seconds=1)
+        assert (refusal.retry_after, refusal.metadata) == (timedelta(seconds=1), FULL.metadata)
     assert queues.refusal("r", PriorityClass.BATCH, HERE) is None
     assert queues.refusal("other", CLASS, HERE) is None
     clock.advance(timedelta(seconds=1))
+    assert queues.refusal("r", CLASS, HERE) is None
+
+
+@pytest.mark.parametrize("metadata", [{"bound": "prompt_tokens"}, {}])
+def test_a_prompt_that_was_too_long_for_the_queue_does_not_refuse_others(metadata: dict[str, str]) -> None:
+    queues = FullQueues(now=SteppedClock())
+    queues.note("r", CLASS, HERE, UnavailableError("full", reason=Reason.QUEUE_FULL, metadata=metadata))
     assert queues.refusal("r", CLASS, HERE) is None
 
 
