@@ -13,7 +13,7 @@ class QuotaSettings:
     """
 
     lease: timedelta = timedelta(seconds=8)
-    recheck: timedelta = timedelta(seconds=60)
+    recheck: timedelta = timedelta(seconds=15)
     settled_kept: timedelta = timedelta(seconds=60)
     rebuild_hold: timedelta = timedelta(seconds=3)
     max_items_per_call: int = 256

@@ -131,7 +131,7 @@ async def test_an_end_that_could_not_be_settled_is_settled_by_its_row(rig: Upkee
     record = await rig.commit(charge)
     await rig.quotas.quota.bind_many([charge])
     await rig.end(record, 4)
-    rig.clock.advance(60 * SECOND)
+    rig.clock.advance(15 * SECOND)
     await rig.round()
     assert await rig.used() == [1, 7, 0, 7, 7] * 2
 
