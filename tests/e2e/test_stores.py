@@ -19,6 +19,7 @@ from sluice.client_events import Sampling
 from sluice.local.services import Service
 from sluice.retry import RetryPolicy
 from tests.e2e.reader import Reader
+from tests.support.polling import eventually
 from tests.support.processes import send_to_tree
 from tests.support.stack import MODEL, RunningStack, simulated_output
 
@@ -125,6 +126,7 @@ async def test_requests_that_wait_when_redis_is_emptied_run_in_the_end(stack: Ru
     running = "SELECT FROM worker_sessions JOIN generations USING (session_id) WHERE generations.state = 'RUNNING'"
     for name in stack.names(Service.GPU_WORKER):
         stack.kill(name)
+    await eventually(lambda: stack.row("SELECT FROM worker_sessions WHERE state = 'LIVE'") is None)
     async with stack.client() as client:
         sampling = Sampling(max_output_tokens=20, seed=3)
         for n in range(count):
