@@ -76,6 +76,14 @@ WHERE (k.tenant_id, k.request_id) IN (SELECT * FROM unnest(%(tenant_ids)s::text[
     AND (k.expires_at IS NULL OR k.expires_at >= :now)
 """)
 
+HAS_KNOWN = _filled("""
+SELECT EXISTS (
+    SELECT FROM request_keys k
+    WHERE (k.tenant_id, k.request_id) IN (SELECT * FROM unnest(%(tenant_ids)s::text[], %(request_ids)s::text[]))
+        AND (k.expires_at IS NULL OR k.expires_at >= :now)
+) OR EXISTS (SELECT FROM generations g WHERE g.generation_id = ANY(%(generation_ids)s::uuid[])) AS has_any
+""")
+
 GET = _filled("SELECT :columns FROM generations g WHERE g.generation_id = ANY(%(generation_ids)s::uuid[])")
 
 LOCK_SESSIONS_FOR_GRANT = """

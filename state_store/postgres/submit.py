@@ -54,21 +54,24 @@ class PostgresSubmit(PostgresPart):
     async def attach_many(
         self, items: Sequence[NewGeneration], *, now: datetime | None = None
     ) -> list[SubmitResult | None]:
+        # Most are new, which is found out cheaply: the look for a name's generation goes into every partition.
+        if not await self._has_known(items, now):
+            return [None] * len(items)
         named = await self._find_named(items, now)
         taken = await self._find_taken([item for item in items if _name(item) not in named])
         return [_existing(item, named, taken) for item in items]
+
+    async def _has_known(self, items: Sequence[NewGeneration], now: datetime | None) -> bool:
+        parameters = {**_names_of(items, now), "generation_ids": [item.generation_id for item in items]}
+        found = await self._database.fetch(statements.HAS_KNOWN, parameters)
+        return bool(found[0]["has_any"])
 
     async def _insert(self, items: Sequence[NewGeneration], now: datetime | None) -> dict[GenerationId, datetime]:
         found = await self._database.fetch(statements.SUBMIT, {**_columns(items), "now": now})
         return {GenerationId(str(row["generation_id"])): row["created_at"] for row in found}
 
     async def _find_named(self, items: Sequence[NewGeneration], now: datetime | None) -> _Named:
-        parameters = {
-            "tenant_ids": [item.tenant_id for item in items],
-            "request_ids": [item.request_id for item in items],
-            "now": now,
-        }
-        found = await self._database.fetch(statements.FIND_BY_REQUEST_IDS, parameters)
+        found = await self._database.fetch(statements.FIND_BY_REQUEST_IDS, _names_of(items, now))
         return {(row["tenant_id"], row["request_id"]): (row["key_hash"], rows.generation(row)) for row in found}
 
     async def _find_taken(self, items: Sequence[NewGeneration]) -> dict[GenerationId, GenerationRecord]:
@@ -81,6 +84,14 @@ class PostgresSubmit(PostgresPart):
 
 def _name(item: NewGeneration) -> _Name:
     return (item.tenant_id, item.request_id)
+
+
+def _names_of(items: Sequence[NewGeneration], now: datetime | None) -> dict[str, object]:
+    return {
+        "tenant_ids": [item.tenant_id for item in items],
+        "request_ids": [item.request_id for item in items],
+        "now": now,
+    }
 
 
 def _first_writers(items: Sequence[tuple[int, NewGeneration]]) -> list[tuple[int, NewGeneration]]:
