@@ -13,11 +13,12 @@ import torch
 
 from gpu_worker.attention.cpu_step import Integers, RowArrays, Work, divide_work
 from gpu_worker.attention.memory import zeros
-from gpu_worker.attention.port import AttentionShape, SequenceRows
+from gpu_worker.attention.port import AttentionShape, ScoreRule, SequenceRows
 from gpu_worker.engine.sequence import BlockMoves
 from gpu_worker.kernels.library import CpuKernels
 
 _LANES = 8
+_LOG2_E = math.log2(math.e)
 _WORTH_THREADS = 500_000
 """Multiplications of a layer below which other threads, which may have to wake up, cost more than they save."""
 
@@ -28,6 +29,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "value_stride", "block_size")),
         ("scale", c_float),
+        ("softcap", c_float),
         ("stored_bytes", c_int32),
     )
 
@@ -58,22 +60,25 @@ class CpuAttention:
         self.kernels = kernels
         value_stride = -(-shape.head_dim // _LANES) * _LANES
         self._block_numbers = shape.num_kv_heads * shape.block_size * (shape.head_dim + value_stride)
-        self._windows = shape.windows or (None,) * shape.num_layers
-        assert len(self._windows) == shape.num_layers
+        self._rules = shape.rules
         assert shape.num_heads % shape.num_kv_heads == 0
         size = (shape.num_layers, shape.num_blocks, self._block_numbers)
         host_size = (shape.num_layers, shape.num_host_blocks, self._block_numbers)
         self.blocks = zeros(size, device=torch.device("cpu"), dtype=kv_dtype)
         self.host_blocks = zeros(host_size, device=torch.device("cpu"), dtype=kv_dtype)
-        self._c_shape = _Shape(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            value_stride=value_stride,
-            block_size=shape.block_size,
-            scale=math.log2(math.e) / math.sqrt(shape.head_dim),
-            stored_bytes=kv_dtype.itemsize,
-        )
+        self._c_shapes = {
+            rule: _Shape(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                value_stride=value_stride,
+                block_size=shape.block_size,
+                scale=rule.scale * _LOG2_E if rule.softcap is None else rule.scale / rule.softcap,
+                softcap=(rule.softcap or 0) * _LOG2_E,
+                stored_bytes=kv_dtype.itemsize,
+            )
+            for rule in self._rules
+        }
         self.layer_addresses = tuple(layer.data_ptr() for layer in self.blocks)
         self._partition_keys = kernels.functions.sluice_partition_keys()
         self._workspace = torch.empty(0, dtype=torch.float32)
@@ -106,23 +111,24 @@ class CpuAttention:
                 heads_per_kv_head=self.shape.num_heads // self.shape.num_kv_heads,
                 partition_keys=self._partition_keys,
             )
-            for window in set(self._windows)
+            for window in {rule.window for rule in self._rules}
         }
         threads = torch.get_num_threads()
         workspace = self._reserve(threads, list(work_by_window.values()))
-        steps = {window: self._c_step(arrays, work, window, threads) for window, work in work_by_window.items()}
+        steps = {rule: self._c_step(arrays, work_by_window[rule.window], rule, threads) for rule in self._c_shapes}
         return CpuStep(
             backend=self,
-            steps=tuple(steps[window] for window in self._windows),
+            steps=tuple(steps[rule] for rule in self._rules),
             kept=(arrays, work_by_window, workspace),
             num_rows=len(arrays.slots),
         )
 
     def _reserve(self, threads: int, works: list[Work]) -> torch.Tensor:
         """The workspace, made larger if these works need it; a step keeps the one that it was made with."""
+        shape = next(iter(self._c_shapes.values()))  # the sizes are the same in all
         needed = max(
             self.kernels.functions.sluice_workspace_size(
-                ctypes.addressof(self._c_shape), threads, work.max_item_rows, work.num_partial_rows
+                ctypes.addressof(shape), threads, work.max_item_rows, work.num_partial_rows
             )
             for work in works
         )
@@ -130,14 +136,14 @@ class CpuAttention:
             self._workspace = torch.empty(needed, dtype=torch.float32)
         return self._workspace
 
-    def _c_step(self, arrays: RowArrays, work: Work, window: int | None, threads: int) -> _Step:
+    def _c_step(self, arrays: RowArrays, work: Work, rule: ScoreRule, threads: int) -> _Step:
         return _Step(
-            shape=self._c_shape,
+            shape=self._c_shapes[rule],
             threads=threads if work.cost * self.shape.num_kv_heads * self.shape.head_dim >= _WORTH_THREADS else 1,
             num_rows=len(arrays.slots),
             num_items=len(work.items),
             num_merges=len(work.merges),
-            window=window or 0,
+            window=rule.window or 0,
             max_item_rows=work.max_item_rows,
             slots=arrays.slots.ctypes.data,
             tables=arrays.tables.ctypes.data,

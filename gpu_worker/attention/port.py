@@ -3,6 +3,7 @@
 A step is one packed batch: the rows of all its sequences behind each other, a decode being a chunk of one row.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,8 +24,26 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRule:
+    """How a layer turns query · key into a score: s = `scale` * (query · key); with a `softcap` c, c * tanh(s / c).
+
+    `window`: a row sees itself and the `window - 1` positions before it, None everything. What a row does not see is
+    masked after the softcap. Layers of one rule share what a step prepares.
+    """
+
+    window: int | None
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Heads and sizes of every layer, and what the KV memory holds."""
+    """Heads and sizes of every layer, and what the KV memory holds.
+
+    All layers have the same heads and sizes. Where a model's layers differ in them, each group of alike layers has a shape
+    and a backend of its own, with layers counted from 0 within the group, and all have the same blocks
+    (gpu_worker/attention/layered.py): a backend need not know.
+    """
 
     num_layers: int
     num_heads: int
@@ -37,6 +56,22 @@ class AttentionShape:
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer: a row sees itself and the `window - 1` positions before it. None, or an empty tuple
     for all layers: everything."""
+    scales: tuple[float | None, ...] = ()
+    """Factor of each layer's products of query and key. None, or an empty tuple for all layers: 1 / sqrt(head_dim)."""
+    softcaps: tuple[float | None, ...] = ()
+    """Softcap of each layer's scores, as in ScoreRule. None, or an empty tuple for all layers: none."""
+
+    @property
+    def rules(self) -> tuple[ScoreRule, ...]:
+        """Of each layer, with the defaults filled in."""
+        default: tuple[None, ...] = (None,) * self.num_layers
+        kinds = zip(self.windows or default, self.scales or default, self.softcaps or default, strict=True)
+        rules = tuple(
+            ScoreRule(window=window, scale=1 / math.sqrt(self.head_dim) if scale is None else scale, softcap=softcap)
+            for window, scale, softcap in kinds
+        )
+        assert len(rules) == self.num_layers
+        return rules
 
 
 class StepAttention(Protocol):

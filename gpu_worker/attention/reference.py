@@ -3,13 +3,14 @@
 Every other backend is measured against this one.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_worker.attention.memory import zeros
-from gpu_worker.attention.port import AttentionShape, SequenceRows
+from gpu_worker.attention.port import AttentionShape, ScoreRule, SequenceRows
 from gpu_worker.engine.sequence import BlockMoves
 
 
@@ -41,7 +42,7 @@ class ReferenceAttention:
         """Keys and values are stored as `dtype`, and read as the type of the queries."""
         self.shape = shape
         self.device = device
-        self.windows = shape.windows or (None,) * shape.num_layers
+        self.rules = shape.rules
         block = (shape.block_size, shape.num_kv_heads, shape.head_dim)
         size = (shape.num_layers, shape.num_blocks + 1, *block)
         self.keys, self.values = zeros(size, device=device, dtype=dtype), zeros(size, device=device, dtype=dtype)
@@ -92,7 +93,7 @@ class ReferenceAttention:
         first_positions = torch.tensor([member.context_length - num_rows for member in members])
         positions = first_positions[:, None] + torch.arange(num_rows)
         slots = torch.arange(max(widths) * self.shape.block_size)
-        masks = {window: _mask(slots, positions, window) for window in set(self.windows)}
+        masks = {window: _mask(slots, positions, window) for window in {rule.window for rule in self.rules}}
         first_rows = torch.tensor([member.first_row for member in members])
         return _Group(
             rows=(first_rows[:, None] + torch.arange(num_rows)).flatten().to(self.device),
@@ -127,7 +128,7 @@ class ReferenceStep:
     def _attend(self, layer: int, group: _Group, query: torch.Tensor) -> torch.Tensor:
         """One batched attention. The heads that share a KV head become rows of it, so that it is read once."""
         keys, values = self.backend.keys[layer], self.backend.values[layer]
-        mask = group.masks[self.backend.windows[layer]]
+        rule = self.backend.rules[layer]
         num_sequences, num_kv_heads = group.num_sequences, self.backend.shape.num_kv_heads
         num_heads, head_dim = query.shape[1:]
         rows = query.index_select(0, group.rows).view(
@@ -146,9 +147,19 @@ class ReferenceStep:
             .view(num_sequences, -1, num_kv_heads, head_dim)
             .transpose(1, 2)
         )
-        output = scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+        output = _attend(rows, keys, values, rule, group.masks[rule.window])
         output = output.reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
         return output.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+
+
+def _attend(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rule: ScoreRule, mask: torch.Tensor
+) -> torch.Tensor:
+    if rule.softcap is None:
+        return scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=rule.scale)
+    scores = (rows @ keys.transpose(-1, -2)).float() * rule.scale
+    scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    return scores.masked_fill(~mask, -math.inf).softmax(-1).to(values.dtype) @ values
 
 
 def _group(rows: list[SequenceRows], block_size: int) -> list[list[SequenceRows]]:

@@ -24,7 +24,8 @@ extern "C" {
 
 struct SluiceShape {
   int64_t num_heads, num_kv_heads, head_dim, value_stride, block_size;
-  float scale;  // of the scores, times log2(e)
+  float scale;  // of query times key: times log2(e), or, with a softcap, divided by it
+  float softcap;  // bound of the scores, times log2(e); 0: none
   int32_t stored_bytes;  // of a number in KV memory: 4 for fp32, 2 for fp16
 };
 

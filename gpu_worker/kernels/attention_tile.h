@@ -53,6 +53,15 @@ inline Vector hide(Vector x, Vector fill, int64_t vector, Range keys) {
   return is_whole ? x : _mm256_blendv_ps(fill, x, visible_lanes(vector, keys));
 }
 
+// A score x, which is scaled by 1 / softcap, becomes softcap * tanh(x).
+inline void cap(const Scratch& scratch, int64_t row, Range keys, float softcap) {
+  float* scores = scratch.scores + row * kTile;
+  for (int64_t j = keys.begin / kLanes; j * kLanes < keys.end; ++j) {
+    const Vector capped = tanh_of(_mm256_loadu_ps(scores + j * kLanes));
+    _mm256_storeu_ps(scores + j * kLanes, _mm256_mul_ps(capped, _mm256_set1_ps(softcap)));
+  }
+}
+
 // Scores become weights; the row's maximum and sum take the tile in.
 inline void weigh(const Scratch& scratch, int64_t row, Range keys) {
   float* scores = scratch.scores + row * kTile;
@@ -148,8 +157,11 @@ inline void score_group(const SluiceShape& shape, const Scratch& scratch, const 
     case 2: score<2>(scratch, group.row, tile, shape, all); break;
     default: score<1>(scratch, group.row, tile, shape, all);
   }
-  for (int64_t r = 0; r < group.count; ++r)
-    if (group.ranges[r].begin < group.ranges[r].end) weigh(scratch, group.row + r, group.ranges[r]);
+  for (int64_t r = 0; r < group.count; ++r) {
+    if (group.ranges[r].begin >= group.ranges[r].end) continue;
+    if (shape.softcap > 0.0f) cap(scratch, group.row + r, group.ranges[r], shape.softcap);
+    weigh(scratch, group.row + r, group.ranges[r]);
+  }
 }
 
 template <typename Stored>

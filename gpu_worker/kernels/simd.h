@@ -71,4 +71,19 @@ inline Vector exp_of(Vector x) {
   return _mm256_mul_ps(exp2_fraction(_mm256_mul_ps(rest, log2e)), exp2_whole(n));
 }
 
+// Near zero, where the quotient would lose its digits, Cephes' tanhf; NaN for NaN.
+inline Vector tanh_of(Vector x) {
+  const Vector sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f)), size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x);
+  const Vector one = _mm256_set1_ps(1.0f), power = exp2_of_negative(_mm256_mul_ps(size, _mm256_set1_ps(-2.88539008177792681f)));
+  const Vector large = _mm256_or_ps(_mm256_div_ps(_mm256_sub_ps(one, power), _mm256_add_ps(one, power)), sign);
+  const Vector square = _mm256_mul_ps(x, x);
+  Vector p = _mm256_set1_ps(-5.70498872745e-3f);
+  p = _mm256_fmadd_ps(p, square, _mm256_set1_ps(2.06390887954e-2f));
+  p = _mm256_fmadd_ps(p, square, _mm256_set1_ps(-5.37397155531e-2f));
+  p = _mm256_fmadd_ps(p, square, _mm256_set1_ps(1.33314422036e-1f));
+  p = _mm256_fmadd_ps(p, square, _mm256_set1_ps(-3.33332819422e-1f));
+  const Vector small = _mm256_fmadd_ps(_mm256_mul_ps(p, square), x, x);
+  return _mm256_blendv_ps(large, small, _mm256_cmp_ps(size, _mm256_set1_ps(0.625f), _CMP_LT_OQ));
+}
+
 }  // namespace sluice

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu_worker.attention.cpu import CpuAttention
-from gpu_worker.attention.port import AttentionBackend, AttentionShape, SequenceRows
+from gpu_worker.attention.port import AttentionBackend, AttentionShape, ScoreRule, SequenceRows
 from gpu_worker.attention.reference import ReferenceAttention
 from gpu_worker.kernels.library import CpuKernels, load_cpu_kernels
 
@@ -35,16 +35,18 @@ def make_heads(shape: AttentionShape, length: int, seed: int) -> Heads:
     return Heads(query=query * 2, key=key, value=value)
 
 
-def dense(heads: Heads, window: int | None) -> torch.Tensor:
+def dense(heads: Heads, rule: ScoreRule) -> torch.Tensor:
     """Attention of all positions at once in fp64."""
     query, key, value = heads.query.double(), heads.key.double(), heads.value.double()
-    length, num_heads, head_dim = query.shape
+    length, num_heads, _ = query.shape
     key, value = (part.repeat_interleave(num_heads // part.shape[1], dim=1) for part in (key, value))
     positions = torch.arange(length)
     is_seen = positions <= positions[:, None]
-    if window is not None:
-        is_seen &= positions > positions[:, None] - window
-    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(head_dim)
+    if rule.window is not None:
+        is_seen &= positions > positions[:, None] - rule.window
+    scores = torch.einsum("qhd,khd->hqk", query, key) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~is_seen, -math.inf).softmax(-1), value)
 
 

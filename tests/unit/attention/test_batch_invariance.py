@@ -21,6 +21,7 @@ SHAPES = {
     "grouped": GROUPED,
     "multi-head, gathered tiles": dataclasses.replace(GROUPED, num_heads=3, num_kv_heads=3, head_dim=16, block_size=5),
     "multi-query, window": dataclasses.replace(GROUPED, num_heads=4, num_kv_heads=1, head_dim=80, windows=(50,)),
+    "softcap": dataclasses.replace(GROUPED, head_dim=32, softcaps=(2.0,)),
     "odd head": dataclasses.replace(GROUPED, num_heads=5, num_kv_heads=1, head_dim=10, block_size=8),
 }
 LENGTHS = [150, 3, 66, 97]

@@ -22,6 +22,10 @@ SHAPES = {
     "block of one": dataclasses.replace(SMALL, num_blocks=700, block_size=1),
     "odd head": dataclasses.replace(SMALL, head_dim=10, block_size=8),
     "window": dataclasses.replace(SMALL, num_heads=6, block_size=16, windows=(None, 7)),
+    "scale": dataclasses.replace(SMALL, scales=(0.5, None)),
+    "softcap": dataclasses.replace(
+        SMALL, num_heads=6, block_size=16, windows=(9, None), scales=(1.0, None), softcaps=(3.0, 50.0)
+    ),
     "window beyond a tile": dataclasses.replace(SMALL, num_blocks=90, block_size=5, windows=(70, 1)),
 }
 CHUNKS = (1, 1, 2, 9, 40, 150)
@@ -35,8 +39,8 @@ def make(request):
 def assert_right(run: Run, number: int) -> None:
     """The sequence's outputs are the dense ones in every layer."""
     result = run.result(number)
-    for layer, window in enumerate(run.shape.windows or (None,) * run.shape.num_layers):
-        expected = dense(run.sequences[number], window)[: result.shape[1]]
+    for layer, rule in enumerate(run.shape.rules):
+        expected = dense(run.sequences[number], rule)[: result.shape[1]]
         torch.testing.assert_close(result[layer].double(), expected, rtol=2e-5, atol=2e-5)
 
 
