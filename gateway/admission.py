@@ -8,7 +8,7 @@ from opentelemetry import trace
 
 from gateway.model_registry import ModelRegistry
 from gateway.prompt import PromptEncoder
-from gateway.queue_full import FullQueues
+from gateway.queue_room import QueueName, QueueRooms
 from gateway.quota import CallQuota, Metadata
 from gateway.request_hash import request_hash
 from gateway.sampling_validation import parse_sampling
@@ -43,14 +43,14 @@ class Admission:
         registry: ModelRegistry,
         encoder: PromptEncoder,
         submitter: Submitter,
-        full_queues: FullQueues,
+        queue_rooms: QueueRooms,
         quota: QuotaPort,
         store: GenerationStore,
     ) -> None:
         self._registry = registry
         self._encoder = encoder
         self._submitter = submitter
-        self._full_queues = full_queues
+        self._queue_rooms = queue_rooms
         self._quota = quota
         self._store = store
 
@@ -100,8 +100,10 @@ class Admission:
         draft = parse_sampling(spec.sampling, vocab_size=model.manifest.vocab_size)
         priority_class = parse_priority_class(spec.priority_class, key.tenant)
         times = parse_delivery(delivery, default_grace=default_grace)
-        queue = (model.manifest.revision, priority_class, key.tenant.tenant_id)
-        full = self._full_queues.refusal(*queue)
+        queue = QueueName(
+            revision=model.manifest.revision, priority_class=priority_class, tenant_id=key.tenant.tenant_id
+        )
+        full = self._queue_rooms.refusal(queue)
         # A known request id attaches, full queue or not; only such a caller costs a look into the store.
         if full is not None and not await quota.is_known():
             raise full
@@ -123,8 +125,15 @@ class Admission:
                 times=times,
                 traceparent=current_traceparent(),
             )
+            return await self._submit(submission, quota, queue)
+
+    async def _submit(self, submission: Submission, quota: CallQuota, queue: QueueName) -> Committed:
+        with self._queue_rooms.asking(queue):
             try:
-                return await self._submitter.submit(submission, quota)
+                committed = await self._submitter.submit(submission, quota)
             except (QuotaExceededError, UnavailableError) as error:
-                self._full_queues.note(*queue, error)
+                self._queue_rooms.note_refusal(queue, error)
                 raise
+        if committed.places is not None:
+            self._queue_rooms.note_places(queue, committed.places)
+        return committed

@@ -12,7 +12,7 @@ from gateway.auth import Authenticator
 from gateway.config import GatewayConfig
 from gateway.model_registry import ModelRegistry
 from gateway.prompt import PromptEncoder
-from gateway.queue_full import FullQueues
+from gateway.queue_room import QueueRooms
 from gateway.records import RecordReader
 from gateway.scheduler_client import SchedulerClient
 from gateway.service import GatewayParts, InferenceServicer
@@ -84,7 +84,7 @@ class GatewayApp:
                     registry=self.registry,
                     encoder=encoder,
                     submitter=submitter,
-                    full_queues=FullQueues(now=now),
+                    queue_rooms=QueueRooms(now=now),
                     quota=quota,
                     store=generations,
                 ),

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 from google.protobuf.duration_pb2 import Duration
 
+from gateway.queue_room import Places
 from gateway.quota import CallQuota
 from gateway.scheduler_client import SchedulerClient
 from gateway.validation import DeliveryTimes
@@ -47,6 +48,8 @@ class Committed:
     created: bool
     state: State
     prompt_tokens: int
+    places: Places | None = None
+    """None when this call committed nothing."""
 
 
 class Submitter:
@@ -90,6 +93,7 @@ class Submitter:
             created=response.created,
             state=State(response.state),
             prompt_tokens=response.prompt_tokens,
+            places=_places_of(response),
         )
 
     async def _send(self, request: scheduler_pb2.SubmitRequest) -> scheduler_pb2.SubmitResponse:
@@ -106,6 +110,13 @@ def _charge_of(submission: Submission) -> QuotaCharge:
         prompt_tokens=len(submission.prompt_token_ids),
         max_output_tokens=submission.sampling.max_output_tokens,
     )
+
+
+def _places_of(response: scheduler_pb2.SubmitResponse) -> Places | None:
+    if not response.HasField("places"):
+        return None
+    places = response.places
+    return Places(queue=places.queue, tenant=places.tenant, retry_after=places.retry_after.ToTimedelta())
 
 
 def encode_submit(submission: Submission) -> scheduler_pb2.SubmitRequest:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import assert_never
 
@@ -34,6 +34,23 @@ _log = get_logger()
 NO_WORKER_RETRY_AFTER = timedelta(seconds=5)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """The generation that has the request id; `room` is what its check saw, when it was committed by this call."""
+
+    kind: SubmitKind
+    record: GenerationRecord
+    room: BoundVerdict | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Claim:
+    """A place in a queue that is taken before the entry is there."""
+
+    check: BoundCheck
+    verdict: BoundVerdict
+
+
 class Admission:
     """One per scheduler process. Checks and commits come in batches of their own: while one runs, the next batch gathers, and
     what is refused does not wait for what is committed."""
@@ -62,9 +79,9 @@ class Admission:
         self._pulse = pulse
         self._checks: Batcher[NewGeneration, SubmitResult | SluiceError | None] = Batcher(self._check)
         self._commits: Batcher[NewGeneration, SubmitResult] = Batcher(self._commit)
-        self._claims: dict[GenerationId, BoundCheck] = {}
+        self._claims: dict[GenerationId, _Claim] = {}
         """Places of what has passed its check and is not queued yet."""
-        self._taking: set[asyncio.Task[SubmitResult | SluiceError]] = set()
+        self._taking: set[asyncio.Task[Submitted | SluiceError]] = set()
         self.is_draining = False
 
     @property
@@ -72,7 +89,7 @@ class Admission:
         """Requests that have passed their check and are not queued yet."""
         return len(self._claims)
 
-    async def submit(self, generation: NewGeneration, *, has_seed: bool) -> SubmitResult:
+    async def submit(self, generation: NewGeneration, *, has_seed: bool) -> Submitted:
         """Commits the generation, or finds the one that has its request_id: that one attaches whatever is full. Raises
         AlreadyExistsError when it has other arguments, InvalidArgumentError for what no worker can hold,
         QuotaExceededError when the tenant has its share of the queue, UnavailableError when nothing can be committed, the
@@ -92,28 +109,36 @@ class Admission:
             )
         return result
 
-    async def _commit_in_time(self, generation: NewGeneration) -> SubmitResult | SluiceError:
+    async def _commit_in_time(self, generation: NewGeneration) -> Submitted | SluiceError:
         """Raises UnavailableError as soon as the store does not answer. What was handed in may be committed later all the
         same: the caller comes again with its request id, or nobody ever reads it and its grace ends it."""
         if self._pulse is None:
             return await self._take(generation)
         return await self._pulse.while_answering(lambda: self._take(generation))
 
-    async def _take(self, generation: NewGeneration) -> SubmitResult | SluiceError:
+    async def _take(self, generation: NewGeneration) -> Submitted | SluiceError:
         taking = asyncio.create_task(self._check_and_commit(generation))
         self._taking.add(taking)
         taking.add_done_callback(self._on_taken)
         return await asyncio.shield(taking)
 
-    def _on_taken(self, taking: "asyncio.Task[SubmitResult | SluiceError]") -> None:
+    def _on_taken(self, taking: "asyncio.Task[Submitted | SluiceError]") -> None:
         self._taking.discard(taking)
         if not taking.cancelled():
             taking.exception()  # a caller that went away must not make it "never retrieved"
 
-    async def _check_and_commit(self, generation: NewGeneration) -> SubmitResult | SluiceError:
+    async def _check_and_commit(self, generation: NewGeneration) -> Submitted | SluiceError:
         """Goes on when its caller has gone, so that it gives its claim back."""
         try:
-            return await self._checks.submit(generation) or await self._commits.submit(generation)
+            checked = await self._checks.submit(generation)
+            if isinstance(checked, SluiceError):
+                return checked
+            if checked is not None:
+                return Submitted(kind=checked.kind, record=checked.record)
+            committed = await self._commits.submit(generation)
+            return Submitted(
+                kind=committed.kind, record=committed.record, room=self._claims[generation.generation_id].verdict
+            )
         finally:
             self._claims.pop(generation.generation_id, None)
 
@@ -151,7 +176,7 @@ class Admission:
 
     async def _over_bounds(self, generations: Sequence[NewGeneration]) -> list[SluiceError | None]:
         """Behind everything that has a claim to a place."""
-        claims = list(self._claims.values())
+        claims = [claim.check for claim in self._claims.values()]
         checks = [_bound_check_of(each) for each in generations]
         try:
             verdicts = (await self._queue.check_many([*claims, *checks]))[len(claims) :]
@@ -159,9 +184,9 @@ class Admission:
             # One error each: they are raised in as many tasks.
             return [UnavailableError(error.message, reason=Reason.STORE_UNAVAILABLE) for _ in generations]
         refusals = [_refusal_of(each, verdict) for each, verdict in zip(generations, verdicts, strict=True)]
-        for each, check, refusal in zip(generations, checks, refusals, strict=True):
-            if refusal is None:
-                self._claims[each.generation_id] = check
+        for each, check, verdict in zip(generations, checks, verdicts, strict=True):
+            if verdict.status is BoundStatus.FREE:
+                self._claims[each.generation_id] = _Claim(check=check, verdict=verdict)
         return refusals
 
     async def _attach(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from inference.internal.v1 import scheduler_pb2, scheduler_pb2_grpc
-from scheduler.admission import Admission
+from scheduler.admission import Admission, Submitted
 from scheduler.cancellation import Cancellation
 from scheduler.codec import decode_announcement, decode_submit
 from scheduler.session_registry import SessionRegistry
@@ -35,13 +35,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with tracer().start_as_current_span(
             "scheduler.submit", attributes={"generation_id": request.generation_id, "model": request.model}
         ):
-            result = await self._admission.submit(decode_submit(request), has_seed=request.has_seed)
-        return scheduler_pb2.SubmitResponse(
-            generation_id=result.record.generation_id,
-            created=result.kind is SubmitKind.CREATED,
-            state=result.record.state,
-            prompt_tokens=result.record.num_prompt_tokens,
-        )
+            submitted = await self._admission.submit(decode_submit(request), has_seed=request.has_seed)
+        return _encode_submitted(submitted)
 
     async def Cancel(  # noqa: N802
         self, request: scheduler_pb2.CancelRequest, context: Any
@@ -56,3 +51,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         del context
         owner_epoch = await self._registry.announce(decode_announcement(request, scheduler_id=self._scheduler_id))
         return scheduler_pb2.AnnounceWorkerResponse(scheduler_id=self._scheduler_id, owner_epoch=owner_epoch)
+
+
+def _encode_submitted(submitted: Submitted) -> scheduler_pb2.SubmitResponse:
+    response = scheduler_pb2.SubmitResponse(
+        generation_id=submitted.record.generation_id,
+        created=submitted.kind is SubmitKind.CREATED,
+        state=submitted.record.state,
+        prompt_tokens=submitted.record.num_prompt_tokens,
+    )
+    room = submitted.room
+    if room is not None and response.created:
+        response.places.queue = room.places.queue
+        response.places.tenant = room.places.tenant
+        response.places.retry_after.FromTimedelta(room.retry_after)
+    return response

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from scheduler.queue.codec import duration_us
-from scheduler.queue.port import BoundCheck, BoundStatus, BoundVerdict
+from scheduler.queue.port import BoundCheck, BoundStatus, BoundVerdict, QueuePlaces
 from scheduler.queue.settings import QueueSettings
 from service_kit.errors import QueueBound
 from service_kit.ids import TenantId
@@ -75,15 +75,37 @@ def _judge(check: BoundCheck, load: ModelLoad, settings: QueueSettings) -> Bound
     tenant, queue = load.by_tenant[check.tenant_id], load.by_rank[rank]
     excess = _excess(tenant, check, settings.max_tenant_requests, settings.max_tenant_prompt_tokens)
     if excess is not None:
-        # The tenants that wait share what is popped.
-        return _refusal(BoundStatus.TENANT_FULL, excess, load, load.num_tenants)
+        return BoundVerdict(
+            status=BoundStatus.TENANT_FULL,
+            bound=excess.bound,
+            places=_places(check, load, settings),
+            retry_after=_wait_of_tenant(excess.num_to_leave, load),
+        )
     excess = _excess(queue, check, settings.max_requests[rank], settings.max_prompt_tokens[rank])
     if excess is not None:
-        return _refusal(BoundStatus.QUEUE_FULL, excess, load, 1)
+        return BoundVerdict(
+            status=BoundStatus.QUEUE_FULL,
+            bound=excess.bound,
+            places=_places(check, load, settings),
+            retry_after=_wait(excess.num_to_leave, load),
+        )
     for part in (tenant, queue):
         part.requests += 1
         part.prompt_tokens += check.prompt_tokens
-    return BoundVerdict(status=BoundStatus.FREE)
+    places = _places(check, load, settings)
+    if places.tenant < places.queue:
+        retry_after = _wait_of_tenant(_share_to_leave(tenant), load)
+    else:
+        retry_after = _wait(_share_to_leave(queue), load)
+    return BoundVerdict(status=BoundStatus.FREE, places=places, retry_after=retry_after)
+
+
+def _places(check: BoundCheck, load: ModelLoad, settings: QueueSettings) -> QueuePlaces:
+    rank = check.priority_class.rank
+    return QueuePlaces(
+        queue=max(0, settings.max_requests[rank] - load.by_rank[rank].requests),
+        tenant=max(0, settings.max_tenant_requests - load.by_tenant[check.tenant_id].requests),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +126,18 @@ def _excess(load: Load, check: BoundCheck, max_requests: int, max_prompt_tokens:
         excess = max(excess, -(-excess_tokens // mean_tokens))
     if not excess:
         return None
-    return _Excess(bound=bound, num_to_leave=max(excess, load.requests // _SHARE_TO_LEAVE))
+    return _Excess(bound=bound, num_to_leave=max(excess, _share_to_leave(load)))
 
 
-def _refusal(status: BoundStatus, excess: _Excess, load: ModelLoad, num_sharing: int) -> BoundVerdict:
-    wait = load.pops.time_for(excess.num_to_leave * max(1, num_sharing), load.now_us)
-    retry_after = min(max(wait, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
-    return BoundVerdict(status=status, bound=excess.bound, retry_after=retry_after)
+def _share_to_leave(load: Load) -> int:
+    return load.requests // _SHARE_TO_LEAVE
+
+
+def _wait_of_tenant(num_to_leave: int, load: ModelLoad) -> timedelta:
+    """The tenants that wait share what is popped."""
+    return _wait(num_to_leave * max(1, load.num_tenants), load)
+
+
+def _wait(num_to_leave: int, load: ModelLoad) -> timedelta:
+    wait = load.pops.time_for(num_to_leave, load.now_us)
+    return min(max(wait, MIN_RETRY_AFTER), MAX_RETRY_AFTER)

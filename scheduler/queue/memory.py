@@ -11,7 +11,6 @@ from scheduler.queue.errors import QueueNotReadyError, QueueUnavailableError
 from scheduler.queue.model_queue import ModelQueue, Slot
 from scheduler.queue.port import (
     BoundCheck,
-    BoundStatus,
     BoundVerdict,
     EnqueueStatus,
     OutputCharge,
@@ -49,13 +48,12 @@ class MemoryAdmissionQueue:
 
     async def check_many(self, checks: Sequence[BoundCheck]) -> list[BoundVerdict]:
         self._check_ready()
-        verdicts = [BoundVerdict(status=BoundStatus.FREE)] * len(checks)
+        verdicts: dict[int, BoundVerdict] = {}
         for model_key, indexes in indexes_by_model([check.model_key for check in checks]).items():
             part = [checks[index] for index in indexes]
             judged = judge_many(part, self._load(model_key, part), self._settings)
-            for index, verdict in zip(indexes, judged, strict=True):
-                verdicts[index] = verdict
-        return verdicts
+            verdicts.update(zip(indexes, judged, strict=True))
+        return [verdicts[index] for index in range(len(checks))]
 
     async def enqueue_many(self, entries: Sequence[QueueEntry], *, is_rebuild: bool = False) -> list[EnqueueStatus]:
         if is_rebuild:

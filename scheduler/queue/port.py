@@ -138,13 +138,22 @@ class BoundStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePlaces:
+    """How many more requests fit behind the one that was judged: into its class's queue, and into its tenant's part."""
+
+    queue: int
+    tenant: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BoundVerdict:
-    """`retry_after` is estimated from the model's measured pop rate, between 0.5 s and 30 s; zero when FREE.
-    `bound` is None when FREE, else what was reached: REQUESTS where both are."""
+    """`retry_after` is when to ask again, here or where no place is left, estimated from the model's measured pop rate:
+    between 0.5 s and 30 s. `bound` is None when FREE, else what was reached: REQUESTS where both are."""
 
     status: BoundStatus
+    places: QueuePlaces
     bound: QueueBound | None = None
-    retry_after: timedelta = timedelta(0)
+    retry_after: timedelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ from scheduler.queue.codec import (
 from scheduler.queue.errors import QueueNotReadyError, QueueUnavailableError
 from scheduler.queue.port import (
     BoundCheck,
-    BoundStatus,
     BoundVerdict,
     EnqueueStatus,
     OutputCharge,
@@ -69,13 +68,12 @@ class RedisAdmissionQueue:
         self._clock = clock
 
     async def check_many(self, checks: Sequence[BoundCheck]) -> list[BoundVerdict]:
-        verdicts = [BoundVerdict(status=BoundStatus.FREE)] * len(checks)
+        verdicts: dict[int, BoundVerdict] = {}
         for model_key, indexes in indexes_by_model([check.model_key for check in checks]).items():
             part = [checks[index] for index in indexes]
             judged = judge_many(part, await self._load(model_key, part), self._settings)
-            for index, verdict in zip(indexes, judged, strict=True):
-                verdicts[index] = verdict
-        return verdicts
+            verdicts.update(zip(indexes, judged, strict=True))
+        return [verdicts[index] for index in range(len(checks))]
 
     async def enqueue_many(self, entries: Sequence[QueueEntry], *, is_rebuild: bool = False) -> list[EnqueueStatus]:
         statuses: list[EnqueueStatus] = [EnqueueStatus.ADDED] * len(entries)

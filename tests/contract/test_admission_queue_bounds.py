@@ -82,6 +82,23 @@ async def test_a_refusal_names_its_bound_and_the_requests_where_both_are_reached
     assert bounds == [QueueBound.PROMPT_TOKENS, None, None, QueueBound.REQUESTS, QueueBound.REQUESTS]
 
 
+async def test_a_verdict_tells_how_many_more_fit_behind_it(under_test: QueueUnderTest) -> None:
+    await under_test.add(entry_of("a"), entry_of("a", priority_class=PriorityClass.BATCH))
+    checks = [check_of("a"), check_of("b"), check_of("b"), check_of("a", model_key=OTHER_MODEL)]
+    verdicts = await under_test.queue.check_many(checks)
+    assert [(each.places.queue, each.places.tenant) for each in verdicts] == [(1, 1), (0, 3), (0, 3), (2, 3)]
+
+
+async def test_who_takes_a_last_place_tells_when_there_is_another(under_test: QueueUnderTest) -> None:
+    under_test.clock.advance(timedelta(microseconds=-123456))  # to the beginning of a window of 5 s
+    await under_test.add(*(entry_of("ab"[number % 2], arrived_ms=number) for number in range(6)))
+    await under_test.queue.ack_many(await under_test.pop(max_entries=4))
+    under_test.advance(5)
+    (verdict,) = await under_test.queue.check_many([check_of("c")])
+    assert (verdict.status, verdict.places.queue) == (FREE, 0)
+    assert verdict.retry_after.total_seconds() == 0.5
+
+
 async def test_a_bound_in_tokens_never_refuses_what_is_alone(under_test: QueueUnderTest) -> None:
     assert await statuses(under_test, check_of("a", 5000), check_of("b")) == [FREE, QUEUE_FULL]
 
@@ -100,7 +117,6 @@ async def wait_of(under_test: QueueUnderTest, check: BoundCheck) -> float:
 
 async def test_who_is_refused_is_told_to_wait_by_the_measured_pop_rate(under_test: QueueUnderTest) -> None:
     under_test.clock.advance(timedelta(microseconds=-123456))  # to the beginning of a window of 5 s
-    assert await wait_of(under_test, check_of("c")) == 0
     await under_test.add(*(entry_of("ab"[number % 2], arrived_ms=number) for number in range(8)))
     assert await wait_of(under_test, check_of("c")) == 30  # nothing was ever popped
     await under_test.queue.ack_many(await under_test.pop(max_entries=4))

@@ -61,6 +61,7 @@ class MemoryScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.log = MemoryDeltaLog(clock=lambda: datetime.now(UTC))
         self.submits: list[scheduler_pb2.SubmitRequest] = []
         self.refusal: SluiceError | None = None
+        self.places: scheduler_pb2.QueuePlaces | None = None
         self._session: tuple[SessionId, int] | None = None
         self._output: dict[GenerationId, Cursor] = {}
 
@@ -78,6 +79,7 @@ class MemoryScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             created=result.kind is SubmitKind.CREATED,
             state=result.record.state.value,
             prompt_tokens=result.record.num_prompt_tokens,
+            places=self.places,
         )
 
     async def Cancel(  # noqa: N802

@@ -7,6 +7,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from inference.internal.v1 import scheduler_pb2
 from inference.v1 import inference_pb2, types_pb2
 from service_kit.errors import QuotaExceededError, Reason, UnavailableError
 from service_kit.ids import GenerationId
@@ -93,6 +94,17 @@ async def test_a_full_queue_is_remembered_and_refuses_all_but_known_requests(gat
     other_class = create_request("r3")
     other_class.spec.priority_class = types_pb2.PRIORITY_CLASS_BATCH
     assert (await stub.CreateGeneration(other_class, metadata=gateway.auth)).accepted.created
+
+
+async def test_who_takes_the_last_place_lets_the_next_be_refused_without_asking(gateway: GatewayRig) -> None:
+    stub, scheduler = gateway.stub, gateway.scheduler
+    scheduler.places = scheduler_pb2.QueuePlaces(queue=7, tenant=0, retry_after=Duration(seconds=60))
+    assert (await stub.CreateGeneration(create_request("r1"), metadata=gateway.auth)).accepted.created
+    failure = await failure_of(stub.CreateGeneration(create_request("r2"), metadata=gateway.auth))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.TENANT_QUEUE_FULL)
+    assert failure.retry_after is not None
+    assert timedelta(0) < failure.retry_after <= timedelta(seconds=2)
+    assert [each.request_id for each in scheduler.submits] == ["r1"]
 
 
 async def test_a_prompt_too_long_for_the_queue_is_refused_alone(gateway: GatewayRig) -> None:

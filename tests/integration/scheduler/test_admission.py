@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import pytest_asyncio
 
+from scheduler.admission import Submitted
 from scheduler.model_directory import REMEMBERED_S
 from scheduler.queue.memory import MemoryAdmissionQueue
 from scheduler.queue.redis_queue import RedisAdmissionQueue
@@ -43,7 +44,7 @@ async def bounded(stores: Stores) -> AsyncIterator[SchedulerRig]:
         yield rig
 
 
-async def submit(rig: SchedulerRig, generation: NewGeneration) -> SubmitResult:
+async def submit(rig: SchedulerRig, generation: NewGeneration) -> Submitted:
     return await rig.parts.admission.submit(generation, has_seed=True)
 
 
@@ -60,6 +61,13 @@ async def fill_tenant(rig: SchedulerRig) -> NewGeneration:
     for each in (first, small()):
         assert (await submit(rig, each)).kind is SubmitKind.CREATED
     return first
+
+
+async def test_who_commits_hears_how_many_more_fit_and_who_attaches_does_not(bounded: SchedulerRig) -> None:
+    first = small()
+    rooms = [(await submit(bounded, each)).room for each in (first, small())]
+    assert [room and (room.places.queue, room.places.tenant) for room in rooms] == [(2, 1), (1, 0)]
+    assert (await submit(bounded, first)).room is None
 
 
 async def test_a_tenant_that_has_its_part_of_the_queue_is_refused_and_others_are_not(bounded: SchedulerRig) -> None:

@@ -128,6 +128,7 @@ class SubmitResponse(_message.Message):
     CREATED_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """The generation that has the request_id."""
     created: _builtins.bool
@@ -136,6 +137,10 @@ class SubmitResponse(_message.Message):
     """Its state, as the store names it: QUEUED, RUNNING, SUCCEEDED, FAILED, CANCELLED, EXPIRED."""
     prompt_tokens: _builtins.int
     """Tokens of its prompt."""
+    @_builtins.property
+    def places(self) -> Global___QueuePlaces:
+        """Room that is left in its queue. Not set when it was there before."""
+
     def __init__(
         self,
         *,
@@ -143,14 +148,47 @@ class SubmitResponse(_message.Message):
         created: _builtins.bool = ...,
         state: _builtins.str = ...,
         prompt_tokens: _builtins.int = ...,
+        places: Global___QueuePlaces | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "generation_id", b"generation_id", "prompt_tokens", b"prompt_tokens", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "generation_id", b"generation_id", "places", b"places", "prompt_tokens", b"prompt_tokens", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitResponse: _TypeAlias = SubmitResponse  # noqa: Y015
+
+@_typing.final
+class QueuePlaces(_message.Message):
+    """How many more requests fit into the queue of a model and class, as the scheduler sees it now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_FIELD_NUMBER: _builtins.int
+    queue: _builtins.int
+    """Into the whole queue."""
+    tenant: _builtins.int
+    """Into the part that the tenant may have."""
+    @_builtins.property
+    def retry_after(self) -> _duration_pb2.Duration:
+        """When to ask again where no more fit."""
+
+    def __init__(
+        self,
+        *,
+        queue: _builtins.int = ...,
+        tenant: _builtins.int = ...,
+        retry_after: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_after", b"retry_after"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "retry_after", b"retry_after", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuePlaces: _TypeAlias = QueuePlaces  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
