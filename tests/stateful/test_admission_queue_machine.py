@@ -39,6 +39,7 @@ SETTINGS = QueueSettings(
     rebase_counters_at=60_000_000,
 )
 TENANTS = ("a", "b", "ü:{x}")
+TURN_TAKER, NEVER_QUEUED = "c", "never queued"
 SESSIONS = ("s", "t", "u")
 SECONDS = st.integers(0, 24).map(lambda quarters: quarters * 0.25)
 SIZES = st.integers(1, 100)
@@ -141,7 +142,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(number=st.integers(1, 7))
     def take_turns(self, number: int) -> None:
         """Popping small ones brings the rule of age nearer."""
-        small = [entry_of("c", max_tokens=1, priority_class=PriorityClass.INTERACTIVE) for _ in range(number)]
+        small = [entry_of(TURN_TAKER, max_tokens=1, priority_class=PriorityClass.INTERACTIVE) for _ in range(number)]
         small = [replace(entry, arrived_at=self.clock(), order_at=self.clock()) for entry in small]
         self.both("enqueue_many", small)
         self.known += small
@@ -175,7 +176,7 @@ class QueueMachine(RuleBasedStateMachine):
         for tenant, counter in self.twin.state_of(MODEL).counters.active.items():
             assert counter == before[tenant] - (0 if end == "ack" else owed.get(tenant, 0))
 
-    @rule(tenants=st.lists(st.sampled_from((*TENANTS, "never queued")), max_size=4), tokens=st.integers(0, 80))
+    @rule(tenants=st.lists(st.sampled_from((*TENANTS, NEVER_QUEUED)), max_size=4), tokens=st.integers(0, 80))
     def charge(self, tenants: list[str], tokens: int) -> None:
         self.both("charge_many", [OutputCharge(model_key=MODEL, tenant_id=TenantId(t), tokens=tokens) for t in tenants])
 
@@ -258,9 +259,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.both("remove_many", [(MODEL, entry.generation_id) for entry in self.known])
         contents = self.await_(read_contents(self.redis._client))
         assert contents.keys() <= {"marker", "meta", "idle_counters"}
-        assert contents.get("idle_counters", {}).keys() <= {
-            tenant_name(TenantId(t)) for t in (*TENANTS, "never queued")
-        }
+        names = {tenant_name(TenantId(tenant)) for tenant in (*TENANTS, TURN_TAKER, NEVER_QUEUED)}
+        assert contents.get("idle_counters", {}).keys() <= names
 
 
 def id_of(pop: Popped) -> GenerationId:
