@@ -71,8 +71,9 @@ class AttemptRecord:
     """Owner of one attempt's output on this worker.
 
     `packed_logprobs` has one entry per token, or none at all: 20 alternatives take 200 bytes packed and 2,300 as objects.
-    `num_sent` counts the own tokens that the current stream has; `sent_chain` is the chain behind them. A record that
-    `awaits_verdict` sends nothing: the new stream's scheduler has not yet said how far its log goes.
+    `num_sent` counts the own tokens that the current stream has; `sent_chain` is the chain behind them. `newest` is the
+    engine's last delta: a stream that has all before it gets it as it is. A record that `awaits_verdict` sends nothing: the
+    new stream's scheduler has not yet said how far its log goes.
     """
 
     ref: AttemptRef
@@ -87,6 +88,7 @@ class AttemptRecord:
     chain: int = 0
     num_sent: int = 0
     sent_chain: int = 0
+    newest: Delta | None = None
     end: SequenceFinish | None = None
     is_end_sent: bool = False
     awaits_verdict: bool = False
@@ -107,8 +109,10 @@ class AttemptRecord:
             self.base_chain = self.sent_chain = delta.prev_chain
         self.token_ids += delta.token_ids
         self.texts += delta.texts
-        self.packed_logprobs += [pack_logprobs([each]) for each in delta.logprobs]
+        if delta.logprobs:
+            self.packed_logprobs += [pack_logprobs([each]) for each in delta.logprobs]
         self.chain = delta.chain
+        self.newest = delta
 
     def resend_from(self, sequence_number: int) -> None:
         """The next delta begins at `sequence_number`, as far as this attempt made it itself; the end follows again."""
@@ -120,23 +124,29 @@ class AttemptRecord:
 
     def take(self, max_tokens: int) -> AttemptNews:
         """At most `max_tokens` unsent tokens; the end once all are sent."""
-        start, stop = self.num_sent, min(self.num_sent + max_tokens, len(self.token_ids))
-        delta = None
-        if stop > start:
-            token_ids = tuple(self.token_ids[start:stop])
-            is_rest = stop == len(self.token_ids)
-            delta = Delta(
-                first=self.num_prior + start + 1,
-                token_ids=token_ids,
-                texts=tuple(self.texts[start:stop]),
-                prev_chain=self.sent_chain,
-                chain=self.chain if is_rest else extend_chain(self.sent_chain, token_ids),
-                logprobs=tuple(each for packed in self.packed_logprobs[start:stop] for each in unpack_logprobs(packed)),
-            )
+        start, count = self.num_sent, len(self.token_ids)
+        stop = min(start + max_tokens, count)
+        delta = self._cut(start, stop) if stop > start else None
+        if delta is not None:
             self.num_sent, self.sent_chain = stop, delta.chain
-        end = self.end if self.num_sent == len(self.token_ids) else None
+        end = self.end if stop == count else None
         self.is_end_sent = end is not None
         return AttemptNews(ref=self.ref, delta=delta, end=end)
+
+    def _cut(self, start: int, stop: int) -> Delta:
+        """Own tokens [start, stop), of which the stream has those before."""
+        first, is_rest = self.num_prior + start + 1, stop == len(self.token_ids)
+        if is_rest and self.newest is not None and self.newest.first == first:
+            return self.newest
+        token_ids = tuple(self.token_ids[start:stop])
+        return Delta(
+            first=first,
+            token_ids=token_ids,
+            texts=tuple(self.texts[start:stop]),
+            prev_chain=self.sent_chain,
+            chain=self.chain if is_rest else extend_chain(self.sent_chain, token_ids),
+            logprobs=tuple(each for packed in self.packed_logprobs[start:stop] for each in unpack_logprobs(packed)),
+        )
 
 
 def failed_finish(record: AttemptRecord, failure: str) -> SequenceFinish:

@@ -53,8 +53,14 @@ def encode_outgoing(
 ) -> worker_pb2.SessionResponse:
     match message:
         case BatchMessage():
-            batch = worker_pb2.DeltaBatch(batch=message.batch, deltas=[_encode_news(news) for news in message.news])
-            return worker_pb2.SessionResponse(delta_batch=batch)
+            response = worker_pb2.SessionResponse()
+            # Filled where it stands: a message that is put into another one is copied, with all that is in it.
+            batch = response.delta_batch
+            batch.batch = message.batch
+            add = batch.deltas.add
+            for news in message.news:
+                _fill_delta(add(), news)
+            return response
         case StateMessage(is_hello=True):
             hello = worker_pb2.Hello(
                 session_id=session_id,
@@ -124,18 +130,20 @@ def _encode_load(load: LoadReport, *, is_draining: bool) -> worker_pb2.LoadRepor
     )
 
 
-def _encode_news(news: AttemptNews) -> worker_pb2.AttemptDelta:
-    message = worker_pb2.AttemptDelta(attempt=_encode_ref(news.ref))
-    if news.delta is not None:
-        message.first = news.delta.first
-        message.token_ids.extend(news.delta.token_ids)
-        message.texts.extend(news.delta.texts)
-        message.prev_chain = news.delta.prev_chain
-        message.chain = news.delta.chain
-        message.logprobs.extend(encode_logprobs(news.delta.logprobs))
+def _fill_delta(message: worker_pb2.AttemptDelta, news: AttemptNews) -> None:
+    attempt, delta = message.attempt, news.delta
+    attempt.generation_id = news.ref.generation_id
+    attempt.attempt = news.ref.attempt
+    if delta is not None:
+        message.first = delta.first
+        message.token_ids.extend(delta.token_ids)
+        message.texts.extend(delta.texts)
+        message.prev_chain = delta.prev_chain
+        message.chain = delta.chain
+        if delta.logprobs:
+            message.logprobs.extend(encode_logprobs(delta.logprobs))
     if news.end is not None:
         message.end.CopyFrom(_encode_end(news.end))
-    return message
 
 
 def _encode_end(end: SequenceFinish) -> worker_pb2.AttemptEnd:

@@ -7,9 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
+from struct import Struct
 
 EMPTY_CHAIN = 0
 """Chain of an output of no tokens."""
+
+_LINK = Struct("<QI")
+"""A chain and the token id that continues it."""
 
 
 def extend_chain(chain: int, token_ids: Iterable[int]) -> int:
@@ -19,8 +23,7 @@ def extend_chain(chain: int, token_ids: Iterable[int]) -> int:
     position depends on the ids alone and not on how they were cut into deltas.
     """
     for token_id in token_ids:
-        digest = blake2b(chain.to_bytes(8, "little") + token_id.to_bytes(4, "little"), digest_size=8).digest()
-        chain = int.from_bytes(digest, "little")
+        chain = int.from_bytes(blake2b(_LINK.pack(chain, token_id), digest_size=8).digest(), "little")
     return chain
 
 

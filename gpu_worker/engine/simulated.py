@@ -224,13 +224,17 @@ class SimulatedEngine:
         num_prefill = 0
         seconds = 0.0
         for state, chunk in plan:
-            state.prefill_started = state.prefill_started or self._world.clock()
+            if not state.prefill_started:
+                state.prefill_started = self._world.clock()
+            if not state.num_made or chunk > 1:
+                num_prefill += chunk
+            if state.faults is NO_FAULTS:
+                continue
             if state.faults.crashes_now(num_made=state.num_made, is_resumed=bool(state.spec.output_token_ids)):
                 self._world.exit_process(_CRASH_EXIT_CODE)
             while state.faults.hang:
                 self._world.sleep(_HANG_TURN_S)
             seconds += state.faults.slow_s
-            num_prefill += chunk if not state.num_made or chunk > 1 else 0
         if self._settings.prefill_tokens_per_s:
             seconds += num_prefill / self._settings.prefill_tokens_per_s
         if self._settings.tokens_per_s and plan:
@@ -240,10 +244,12 @@ class SimulatedEngine:
 
     def _generate(self, state: _Running) -> SequenceOutput | None:
         token_id = self._next_token(state)
-        state.context = extend_chain(state.context, [token_id])
+        state.context = extend_chain(state.context, (token_id,))
         state.num_made += 1
-        state.first_token = state.first_token or self._world.clock()
-        delta = state.stage.push(token_id, certain_logprob(token_id, state.spec.sampling.logprobs)).delta
+        if not state.first_token:
+            state.first_token = self._world.clock()
+        num_top = state.spec.sampling.logprobs
+        delta = state.stage.push(token_id, None if num_top is None else certain_logprob(token_id, num_top)).delta
         reason = self._reached_end(state)
         if reason is None:
             return SequenceOutput(sequence_id=state.spec.sequence_id, delta=delta) if delta else None
@@ -257,17 +263,18 @@ class SimulatedEngine:
             )
         nonce = state.spec.nonce if self._settings.token_mode is TokenMode.NONCE else 0
         number = simulated_number(state.context, seed=state.spec.sampling.seed, nonce=nonce)
-        can_end = state.stage.num_generated >= state.spec.sampling.min_output_tokens
-        if can_end and self._settings.eos_one_in and (number >> 32) % self._settings.eos_one_in == 0:
-            return self._manifest.eos_token_ids[0]
+        if self._settings.eos_one_in and (number >> 32) % self._settings.eos_one_in == 0:
+            can_end = state.stage.num_generated >= state.spec.sampling.min_output_tokens
+            if can_end:
+                return self._manifest.eos_token_ids[0]
         return self._alphabet[number % len(self._alphabet)]
 
     @staticmethod
     def _reached_end(state: _Running) -> FinishReason | None:
-        if state.stage.stop is not None:
+        stage = state.stage
+        if stage.stop is not None:
             return FinishReason.STOP
-        is_full = state.stage.num_generated >= state.spec.sampling.max_output_tokens
-        return FinishReason.LENGTH if is_full else None
+        return FinishReason.LENGTH if stage.num_generated >= state.spec.sampling.max_output_tokens else None
 
     def _finish(self, state: _Running, delta: Delta | None, reason: FinishReason) -> SequenceOutput:
         """The sequence leaves every structure at once."""

@@ -98,11 +98,13 @@ class SimulatedBatch:
 
     def advance(self, sequence: SimulatedSequence, chunk: int) -> bool:
         """Books computed tokens; True when the sequence makes its next token, which it then still has to compute."""
-        self.num_computed_prompt_tokens += max(0, min(chunk, sequence.num_to_fill - sequence.num_computed))
+        if sequence.num_computed < sequence.num_to_fill:
+            self.num_computed_prompt_tokens += min(chunk, sequence.num_to_fill - sequence.num_computed)
         sequence.num_computed += chunk
-        full = sequence.hashes[sequence.num_held : sequence.num_computed // self._block_size]
-        self.cache.hold(full)
-        sequence.num_held += len(full)
+        if sequence.num_held < len(sequence.hashes):
+            full = sequence.hashes[sequence.num_held : sequence.num_computed // self._block_size]
+            self.cache.hold(full)
+            sequence.num_held += len(full)
         if sequence.num_computed < sequence.num_tokens:
             return False
         sequence.num_tokens += 1

@@ -3,12 +3,16 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
+from struct import Struct
 
 from gpu_worker.engine.text import TokenTable
 from service_kit.delta import EMPTY_CHAIN, TokenLogprob, extend_chain
 
 PRINTABLE_BYTES = tuple(range(0x20, 0x7F))
 """Alphabet of a byte-level tokenizer in which token i is byte i, as simulated models have it."""
+
+
+_NUMBERS = Struct("<QQQ")
 
 
 class TokenMode(StrEnum):
@@ -38,8 +42,7 @@ def context_hash(prompt_token_ids: Sequence[int], output_token_ids: Sequence[int
 
 def simulated_number(context: int, *, seed: int, nonce: int) -> int:
     """64 bits that decide the next token. `nonce` is 0 in mode `prompt_hash`."""
-    parts = b"".join(number.to_bytes(8, "little") for number in (context, seed, nonce))
-    return int.from_bytes(blake2b(parts, digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(_NUMBERS.pack(context, seed, nonce), digest_size=8).digest(), "little")
 
 
 def simulated_token(context: int, *, seed: int, nonce: int, alphabet: Sequence[int] = PRINTABLE_BYTES) -> int:

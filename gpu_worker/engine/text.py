@@ -246,13 +246,14 @@ class OutputStage:
     def _number(
         self, token_ids: tuple[int, ...], texts: tuple[str, ...], logprobs: tuple[TokenLogprob | None, ...]
     ) -> Delta:
+        has_logprobs = logprobs[0] is not None
         delta = Delta(
             first=self._num_numbered + 1,
             token_ids=token_ids,
             texts=texts,
             prev_chain=self._chain,
             chain=extend_chain(self._chain, token_ids),
-            logprobs=tuple(logprob for logprob in logprobs if logprob is not None) if any(logprobs) else (),
+            logprobs=tuple(logprob for logprob in logprobs if logprob is not None) if has_logprobs else (),
         )
         self._num_numbered += len(token_ids)
         self._chain = delta.chain
