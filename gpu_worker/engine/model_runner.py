@@ -1,4 +1,4 @@
-"""Runs step plans: forward through the model, then one drawn token per sampled sequence."""
+"""Runs step plans: forward through the model, then one drawn token per sampled row."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from gpu_worker.attention.port import AttentionBackend, SequenceRows
 from gpu_worker.engine.execution import Sampled, SampleFailure, SampleRequest
 from gpu_worker.engine.sampler import Sampler
 from gpu_worker.engine.sequence import BlockMoves, PlannedSequence, StepPlan
-from gpu_worker.models.llama import LlamaModel
+from gpu_worker.models.port import PackedModel
 
 _ROWS_AT_ONCE = 128
 """Rows whose logits over the whole vocabulary are held together."""
@@ -19,7 +19,7 @@ class ModelRunner:
     """Implements `gpu_worker.engine.execution.Executor` over one model and its KV memory on one device."""
 
     def __init__(
-        self, *, model: LlamaModel, attention: AttentionBackend, on_progress: Callable[[], None] = lambda: None
+        self, *, model: PackedModel, attention: AttentionBackend, on_progress: Callable[[], None] = lambda: None
     ) -> None:
         """`on_progress` is called once per layer: a long step of a large model is not a hang."""
         self._model = model
@@ -38,33 +38,32 @@ class ModelRunner:
         self._sampler.forget(sequence_id)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
-        """fp32 logits [R, vocab_size], one row per sampled sequence in plan order.
+        """fp32 logits [R, vocab_size] of the sampled rows in plan order.
 
         Writes the KV of the planned tokens. Idempotent: the same plan writes the same slots.
         """
         with torch.inference_mode():
             rows = _pack(plan.sequences)
-            hidden = self._forward(plan, rows)
-            last_rows = [
-                packed.first_row + packed.num_rows - 1
+            sampled_rows = [
+                row
                 for planned, packed in zip(plan.sequences, rows, strict=True)
-                if planned.is_sampled
+                for row in range(packed.end_row - planned.num_sampled_rows, packed.end_row)
             ]
             # A step that only fills caches has no rows here, and no product over the vocabulary.
-            return self._model.logits(hidden[self._to_device(last_rows)])
+            return self._model.logits(self._forward(plan, rows, self._to_device(sampled_rows)))
 
     def log_probabilities(self, plan: StepPlan, next_ids: Sequence[int]) -> torch.Tensor:
         """Of each row's next token, fp32 [T]; a piece of the rows at a time. Writes KV as `logits` does."""
         with torch.inference_mode():
-            hidden, targets = self._forward(plan, _pack(plan.sequences)), self._to_device(list(next_ids))
-            found = hidden.new_empty(len(targets), dtype=torch.float32)
+            chosen, targets = self._forward(plan, _pack(plan.sequences)), self._to_device(list(next_ids))
+            found = chosen.new_empty(len(targets), dtype=torch.float32)
             for start in range(0, len(targets), _ROWS_AT_ONCE):
                 piece = slice(start, start + _ROWS_AT_ONCE)
-                log_probabilities = self._model.logits(hidden[piece]).log_softmax(dim=-1)
+                log_probabilities = self._model.logits(chosen[piece]).log_softmax(dim=-1)
                 found[piece] = log_probabilities.gather(1, targets[piece, None])[:, 0]
             return found
 
-    def _forward(self, plan: StepPlan, rows: list[SequenceRows]) -> torch.Tensor:
+    def _forward(self, plan: StepPlan, rows: list[SequenceRows], chosen: torch.Tensor | None = None) -> torch.Tensor:
         token_ids = [token_id for planned in plan.sequences for token_id in planned.token_ids]
         positions = [
             position for planned in plan.sequences for position in range(planned.start, planned.context_length)
@@ -75,7 +74,7 @@ class ModelRunner:
             self._on_progress()
             return attend(layer, query, key, value)
 
-        return self._model.forward(self._to_device(token_ids), self._to_device(positions), attend_and_report)
+        return self._model.forward(self._to_device(token_ids), self._to_device(positions), attend_and_report, chosen)
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._model.device)

@@ -104,8 +104,14 @@ class LlamaModel:
         linears = [self.head, *(linear for layer in self.layers for linear in layer.linears)]
         return all(linear.is_batch_invariant for linear in linears)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: StepAttention) -> torch.Tensor:
-        """Hidden states [T, hidden_size] behind the last layer for packed ids and positions [T]."""
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: StepAttention,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [R, hidden_size] behind the last layer, of the chosen rows of packed ids and positions [T]."""
         hidden = self._embedding[token_ids]
         rotation = self._rotary_table.at(positions)
         delta: torch.Tensor | None = None  # what is still to be added to hidden
@@ -115,10 +121,11 @@ class LlamaModel:
             )
             gate_up = layer.gate_up.after_norm(hidden, delta, layer.mlp_norm)
             delta = layer.down.after_gate(gate_up)
-        return hidden if delta is None else hidden.add_(delta)
+        hidden = hidden if delta is None else hidden.add_(delta)
+        return hidden if rows is None else hidden[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """fp32 logits [R, vocab_size] of chosen rows of `forward`'s result."""
+        """fp32 logits [R, vocab_size] of rows of `forward`'s result."""
         return self.head.after_norm(hidden, None, self._final_norm).float()
 
     def _attention(self, index: int, fused: torch.Tensor, rotation: Rotation, attend: StepAttention) -> torch.Tensor:
