@@ -97,14 +97,15 @@ class Retention:
 
     async def close_forgotten_logs(self) -> None:
         """Logs of ended generations that were not closed, because their scheduler died or Redis was away between the commit
-        and that: unclosed they would be kept as long as live ones are. One page in each round."""
+        and that: unclosed they would be kept as long as live ones are. With them who came to watch when the log was gone
+        already. One page in each round."""
         unsealed, self._place = await self._log.unsealed_page(self._place, limit=LOG_KEYS)
         ended = await self._store.ended_many(unsealed) if unsealed else []
         for start in range(0, len(ended), BATCH):
             records = await self._store.get_many(ended[start : start + BATCH])
             await self._close_logs([record for record in records if record is not None])
         if ended:
-            _log.warning("forgotten_logs_closed", count=len(ended))
+            _log.info("forgotten_logs_closed", count=len(ended))
 
     async def prune_sessions(self) -> None:
         kept = self._settings.sessions_kept

@@ -110,9 +110,10 @@ class MemoryDeltaLog:
 
     async def unsealed_page(self, place: int, *, limit: int) -> tuple[list[GenerationId], int]:
         self._check_reachable()
-        names = sorted(self._logs)
+        self._forget_expired()
+        names = sorted(self._logs.keys() | self._lease_ends.keys())
         page = names[place : place + limit]
-        unsealed = [each for each in page if (log := self._find(each)) is not None and log.terminal is None]
+        unsealed = [each for each in page if (log := self._find(each)) is None or log.terminal is None]
         return unsealed, place + limit if place + limit < len(names) else 0
 
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
@@ -191,6 +192,7 @@ class MemoryDeltaLog:
         if log is None:
             if item.terminal is not None:
                 self._push_terminal(batch, item, item.attempt, Cursor())
+                self._lease_ends.pop(item.generation_id, None)
             return LogView(generation_id=item.generation_id, is_present=False)
         if log.terminal is None:
             if item.attempt >= log.attempt:

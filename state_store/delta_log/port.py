@@ -150,14 +150,16 @@ class DeltaLogWriter(Protocol):
 
     async def seal_many(self, items: Sequence[SealItem]) -> list[LogView]:
         """Closes the attempts (a log that is at a higher attempt is left as it is, unless terminal is set) and returns
-        the views without deltas. On an absent log it only pushes the terminal to the watchers. Idempotent."""
+        the views without deltas. On an absent log it only pushes the terminal to the watchers, and forgets
+        them. Idempotent."""
 
     async def drop_many(self, generation_ids: Sequence[GenerationId]) -> None:
         """Deletes logs and watchers ahead of their expiry. Only for generations whose row is final. Idempotent."""
 
     async def unsealed_page(self, place: int, *, limit: int) -> tuple[list[GenerationId], int]:
-        """Some of the logs that have no terminal, and the place to go on from; a round begins and ends with place 0. A log
-        that is there during the whole round is named at least once. Looks at about `limit` keys."""
+        """Some of the generations whose log has no terminal, or that are watched without having a log, and the place to go
+        on from; a round begins and ends with place 0. What is so during the whole round is named at least once. Looks at
+        about `limit` keys."""
 
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
         """Views with the deltas that end behind each stated sequence number; watches nothing."""

@@ -46,6 +46,7 @@ _READ, _WATCH, _UNWATCH, _LAST_WATCHED = (_script(name) for name in ("read", "wa
 _KEPT_SINCE, _DROP = _script("kept_since"), _script("drop")
 
 _ID_LENGTH = 36
+_DELTAS, _WATCHERS = ":deltas", ":watchers"
 _Item = tuple[GenerationId, tuple[Argument, ...]]
 
 
@@ -102,13 +103,15 @@ class RedisDeltaLog:
 
     async def unsealed_page(self, place: int, *, limit: int) -> tuple[list[GenerationId], int]:
         with unavailable_as(LogUnavailableError, "the delta log"):
-            # Each `?` is one character of an id: the other keys of a generation have longer names.
-            place, keys = await self._client.scan(place, match=f"log:{{s*}}:{'?' * _ID_LENGTH}", count=limit)
+            # Each `?` is one character of an id, and what follows names another key of the same generation.
+            place, keys = await self._client.scan(place, match=f"log:{{s*}}:{'?' * _ID_LENGTH}*", count=limit)
+            logs = list(dict.fromkeys(_text(key).removesuffix(_WATCHERS) for key in keys))
+            logs = [log for log in logs if not log.endswith(_DELTAS)]
             async with self._client.pipeline(transaction=False) as pipeline:
-                for key in keys:
-                    pipeline.hexists(key, "terminal")
+                for log in logs:
+                    pipeline.hexists(log, "terminal")
                 is_sealed = await pipeline.execute()
-        named = [GenerationId(_text(key)[-_ID_LENGTH:]) for key in keys]
+        named = [GenerationId(log[-_ID_LENGTH:]) for log in logs]
         return [each for each, is_over in zip(named, is_sealed, strict=True) if not is_over], int(place)
 
     async def read_many(self, items: Sequence[tuple[GenerationId, int]]) -> list[LogView]:
@@ -192,7 +195,7 @@ class RedisDeltaLog:
 
 def _keys(shard: int, generation_id: GenerationId) -> tuple[str, str, str]:
     prefix = f"log:{{s{shard}}}:{generation_id}"
-    return prefix, f"{prefix}:deltas", f"{prefix}:watchers"
+    return prefix, prefix + _DELTAS, prefix + _WATCHERS
 
 
 def _ms(duration: timedelta) -> int:

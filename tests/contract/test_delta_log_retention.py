@@ -46,3 +46,14 @@ async def test_a_round_over_the_unsealed_logs_names_each_and_no_sealed_one(log_u
     for each in ids[20:25]:
         await log_under_test.seal(each, 1)  # lost attempts: they go on
     assert await unsealed(log_under_test, limit=7) == ids[20:]
+
+
+async def test_whoever_watches_what_has_no_log_is_named_until_its_end_is_told(log_under_test: LogUnderTest) -> None:
+    waiting, ended, sealed = new_generation_id(), new_generation_id(), new_generation_id()
+    await log_under_test.open(sealed, 1)
+    await log_under_test.seal(sealed, 1, SUCCEEDED)
+    await log_under_test.log.attach_many(GatewayId("gw"), [(waiting, 0), (ended, 0), (sealed, 0)])
+    await log_under_test.log.unwatch_many(GatewayId("gw"), [ended])
+    assert await unsealed(log_under_test) == sorted([waiting, ended])
+    await log_under_test.seal(ended, 0, SUCCEEDED)
+    assert await unsealed(log_under_test) == [waiting]

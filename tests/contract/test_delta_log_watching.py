@@ -44,7 +44,7 @@ async def test_attach_works_on_an_absent_log_and_hears_of_its_open_and_end(
     await follower.stop()
 
 
-async def test_a_terminal_seal_of_an_absent_log_only_tells_the_watchers(
+async def test_a_terminal_seal_of_an_absent_log_only_tells_the_watchers_and_forgets_them(
     log_under_test: LogUnderTest, generation_id: GenerationId
 ) -> None:
     follower = await Follower(log_under_test.log, f"gw-{generation_id}").start()
@@ -54,6 +54,7 @@ async def test_a_terminal_seal_of_an_absent_log_only_tells_the_watchers(
     ((push,),) = await follower.batches()
     assert (push.generation_id, push.attempt, push.end, push.terminal) == (generation_id, 1, Cursor(), FAILED)
     assert not (await log_under_test.read(generation_id)).is_present
+    assert await log_under_test.log.last_watched_many([generation_id]) == [None]
     await follower.stop()
 
 

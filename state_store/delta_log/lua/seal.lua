@@ -23,8 +23,9 @@ for i = 0, #KEYS / 3 - 1 do
       redis.call('PEXPIRE', watchers_key, retention_ms)
     end
   elseif not log and terminal then
+    -- Nothing more will come: without a log that takes them along, those who watch would be remembered for long.
     gather(pushes, watchers_key, now, pack_push(id, attempt, 0, string.rep('\000', 8), nil, terminal))
-    redis.call('PEXPIRE', watchers_key, retention_ms)
+    redis.call('DEL', watchers_key)
   end
   answers[i + 1] = view(log, {})
 end
