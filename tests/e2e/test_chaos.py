@@ -8,7 +8,7 @@ import pytest
 
 from sluice.client_events import Sampling
 from sluice.local.services import Service
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, running_stack, simulated_output
 
 NUM_STREAMS = 24

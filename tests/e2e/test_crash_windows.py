@@ -12,7 +12,7 @@ from service_kit.delta import Cursor
 from sluice.client import SluiceClient
 from sluice.client_events import Sampling
 from sluice.local.services import Service
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, eventually, simulated_output
 
 NUM_TOKENS = 30

@@ -10,7 +10,7 @@ from sluice.client import SluiceClient
 from sluice.client_events import Sampling
 from sluice.local.services import Service
 from sluice.timeline import parse_span
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, eventually, simulated_output
 
 NUM_TOKENS = 150

@@ -7,7 +7,7 @@ from inference.v1 import types_pb2
 from service_kit.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, Reason, UnauthenticatedError
 from service_kit.sampling import FinishReason
 from sluice.client_events import Message, Sampling
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, eventually, prompt_ids, simulated_output
 
 

@@ -6,7 +6,7 @@ from service_kit.delta import Cursor, extend_chain
 from sluice.client import SluiceClient
 from sluice.client_codec import logprobs_from_proto
 from sluice.client_events import Output, Sampling, TokenLogprob, TopLogprob
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, simulated_output
 
 NUM_TOKENS = 60

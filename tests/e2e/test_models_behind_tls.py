@@ -17,8 +17,8 @@ from service_kit.grpc_client import INTERNAL_TOKEN_KEY, open_channel
 from service_kit.tls import ClientTls
 from sluice.client_events import Reconnecting, Sampling
 from sluice.local.services import Service
-from tests.e2e.reader import Reader
 from tests.support.certificates import Authority
+from tests.support.reader import Reader
 from tests.support.stack import RunningStack, running_stack, simulated_output
 
 MODELS = ("first-model", "second-model")

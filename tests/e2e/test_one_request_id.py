@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from service_kit.delta import Cursor
 from sluice.client_events import Sampling
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, simulated_output
 
 NUM_TOKENS = 40

@@ -14,7 +14,7 @@ import pytest
 from service_kit.model_manifest import read_manifest
 from sluice.client import SluiceClient
 from sluice.client_events import Message, Sampling
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import RunningStack, eventually, running_stack
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]

@@ -8,7 +8,7 @@ from service_kit.delta import Cursor
 from sluice.client import SluiceClient
 from sluice.client_events import Output, Sampling
 from sluice.local.services import Service
-from tests.e2e.reader import Reader
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, running_stack
 
 NUM_TOKENS = 40

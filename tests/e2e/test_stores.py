@@ -18,9 +18,9 @@ from sluice.client import ClientSettings, SluiceClient
 from sluice.client_events import Sampling
 from sluice.local.services import Service
 from sluice.retry import RetryPolicy
-from tests.e2e.reader import Reader
 from tests.support.polling import eventually
 from tests.support.processes import send_to_tree
+from tests.support.reader import Reader
 from tests.support.stack import MODEL, RunningStack, simulated_output
 
 OUTAGE_S = 7.0
