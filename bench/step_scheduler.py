@@ -48,7 +48,7 @@ def random_tokens(count: int) -> list[int]:
 
 
 def finish(scheduler: StepScheduler, plan: StepPlan) -> None:
-    scheduler.update(plan, {planned.sequence_id: 17 for planned in plan.sequences if planned.is_sampled})
+    scheduler.update(plan, {planned.sequence_id: (17,) for planned in plan.sequences if planned.is_sampled})
 
 
 def timed(action: Callable[[], object]) -> float:

@@ -22,6 +22,10 @@ class SequenceRows:
     """Tokens in KV memory after the step; the rows are its last `num_rows` positions."""
     block_table: tuple[int, ...]
 
+    @property
+    def end_row(self) -> int:
+        return self.first_row + self.num_rows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRule:

@@ -3,12 +3,13 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import structlog
 
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.execution import Executor, Sampled, SampleFailure, SampleRequest
-from gpu_worker.engine.live_sequence import LiveSequence
+from gpu_worker.engine.live_sequence import LiveSequence, merge
 from gpu_worker.engine.port import (
     Capabilities,
     LoadReport,
@@ -23,6 +24,8 @@ from gpu_worker.engine.sequence import NUM_CLASSES, PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
+from gpu_worker.speculation.speculator import NO_DRAFTS, Speculator
+from gpu_worker.speculation.verification import accept
 from service_kit.prefix_hash import model_fingerprint, prefix_root
 
 _MAX_FINISHED_IDS = 4096
@@ -50,13 +53,18 @@ class NativeEngine:
         timer: Callable[[], float] = time.perf_counter,
         note_untried: NoteUntried = note_nothing,
         known_steps: Iterable[tuple[StepPlan, float]] = (),
+        speculator: Speculator | None = None,
     ) -> None:
-        """`known_steps`: plans that the executor has run before, and their seconds."""
+        """`known_steps`: plans that the executor has run before, and their seconds. `speculator`: None for one token per
+        sequence and step."""
         self._executor = executor
         self._capabilities = capabilities
         self._fingerprint = model_fingerprint(revision=capabilities.model_revision, precision=capabilities.precision)
         self._pool = BlockPool(num_blocks=capabilities.num_blocks, block_size=capabilities.block_size)
-        self._scheduler = StepScheduler(pool=self._pool, limits=limits, num_host_blocks=num_host_blocks)
+        self._speculator = speculator
+        self._scheduler = StepScheduler(
+            pool=self._pool, limits=limits, num_host_blocks=num_host_blocks, drafts=speculator
+        )
         for plan, seconds in known_steps:
             self._scheduler.observe(plan, seconds)
         self._table = table
@@ -122,6 +130,7 @@ class NativeEngine:
 
     def load_report(self) -> LoadReport:
         scheduler, pool = self._scheduler, self._pool
+        drafted = self._speculator.counts if self._speculator is not None else NO_DRAFTS
         num_slots = (pool.num_blocks - pool.num_free) * pool.block_size
         return LoadReport(
             step=self._step,
@@ -141,6 +150,9 @@ class NativeEngine:
             num_blocks_to_host=scheduler.num_blocks_to_host,
             num_blocks_from_host=scheduler.num_blocks_from_host,
             num_failed=self._num_failed,
+            num_draft_steps=drafted.num_steps,
+            num_draft_tokens=drafted.num_proposed,
+            num_accepted_draft_tokens=drafted.num_accepted,
         )
 
     def check_integrity(self) -> None:
@@ -209,54 +221,77 @@ class NativeEngine:
             for sequence_id, result in results.items()
             if isinstance(result, SampleFailure)
         ]
-        sampled = {sequence_id: result for sequence_id, result in results.items() if isinstance(result, Sampled)}
-        self._scheduler.update(plan, {sequence_id: result.token_id for sequence_id, result in sampled.items()})
         now = self._clock()
-        for sequence_id, result in sampled.items():
+        taken: dict[str, list[int]] = {}
+        for sequence_id, drawn in results.items():
+            if isinstance(drawn, SampleFailure):
+                continue
             live = self._live[sequence_id]
             live.first_token = live.first_token or now
-            output = self._push(live, result)
+            output, num_taken = self._push(live, drawn)
+            taken[sequence_id] = [sampled.token_id for sampled in drawn[:num_taken]]
             if output is not None:
                 outputs.append(output)
+        self._scheduler.update(plan, taken)
+        for output in outputs:
+            if output.finish is not None and output.sequence_id in self._live:
+                self._scheduler.remove(output.sequence_id)
+                self._forget(self._live[output.sequence_id])
         return outputs
 
-    def _run(self, planned: Sequence[PlannedSequence]) -> dict[str, Sampled | SampleFailure]:
+    def _run(self, planned: Sequence[PlannedSequence]) -> dict[str, tuple[Sampled, ...] | SampleFailure]:
         """What was drawn for each sampled sequence, or why it cannot go on; also for those that only filled caches."""
         if not planned:
             return {}
-        sampled_ids = [each.sequence_id for each in planned if each.is_sampled]
-        requests = [self._sample_request(self._live[sequence_id]) for sequence_id in sampled_ids]
+        sampled = [each for each in planned if each.is_sampled]
+        requests = [self._sample_request(each, place) for each in sampled for place in range(each.num_sampled_rows)]
         try:
             results = self._executor.run(StepPlan(sequences=tuple(planned)), requests)
-            return dict(zip(sampled_ids, results, strict=True))
+            assert len(results) == len(requests), "one outcome for each sampled row"
+            rows = iter(results)
+            return {
+                each.sequence_id: accept(each.draft_token_ids, tuple(islice(rows, each.num_sampled_rows)))
+                for each in sampled
+            }
         except Exception as error:
             # Whatever the model raised, it must not end the sequences that did not cause it.
             log.exception("step_failed", step=self._step, num_sequences=len(planned))
+            if any(each.num_drafts for each in planned):
+                return self._run([each.without_drafts() for each in planned])
             if len(planned) == 1:
                 return {planned[0].sequence_id: SampleFailure(reason=f"the step failed: {_describe(error)}")}
         half = len(planned) // 2
         return self._run(planned[:half]) | self._run(planned[half:])
 
-    def _sample_request(self, live: LiveSequence) -> SampleRequest:
+    def _sample_request(self, planned: PlannedSequence, num_supposed: int) -> SampleRequest:
+        """For the token behind the first `num_supposed` proposed ones."""
+        live = self._live[planned.sequence_id]
         return SampleRequest(
             sequence_id=live.spec.sequence_id,
             sampling=live.spec.sampling,
-            position=live.next_position,
+            position=live.next_position + num_supposed,
             token_ids=live.sequence.token_ids,
             num_prompt_tokens=live.sequence.num_prompt_tokens,
-            banned_token_ids=live.banned_token_ids,
+            draft_token_ids=planned.draft_token_ids[:num_supposed],
+            banned_token_ids=live.banned_behind(num_supposed),
         )
 
-    def _push(self, live: LiveSequence, sampled: Sampled) -> SequenceOutput | None:
+    def _push(self, live: LiveSequence, drawn: Sequence[Sampled]) -> tuple[SequenceOutput | None, int]:
+        """What the tokens cause, and how many were taken: nothing behind the end of the output."""
+        outputs: list[SequenceOutput] = []
+        num_taken = 0
         try:
-            output = live.push(sampled.token_id, sampled.logprob)
+            for sampled in drawn:
+                num_taken += 1
+                output = live.push(sampled.token_id, sampled.logprob)
+                if output is not None:
+                    outputs.append(output)
+                    if output.finish is not None:
+                        break
         except Exception as error:
             log.exception("output_failed", step=self._step, sequence_id=live.spec.sequence_id)
-            return self._fail(live, f"the output stage failed: {_describe(error)}", is_suspect=False)
-        if output is not None and output.finish is not None:
-            self._scheduler.remove(live.spec.sequence_id)
-            self._forget(live)
-        return output
+            outputs.append(self._fail(live, f"the output stage failed: {_describe(error)}", is_suspect=False))
+        return merge(outputs), num_taken
 
     def _fail(self, live: LiveSequence, failure: str, *, is_suspect: bool = True) -> SequenceOutput:
         """`is_suspect`: what was computed of it may be wrong."""

@@ -14,8 +14,9 @@ class SampleRequest:
     """How the next token of one sequence is drawn.
 
     position: sequence number the token would get, from 1; with the seed it decides the random number. token_ids: prompt
-    and output so far, a live list that only grows; the first num_prompt_tokens are the original prompt. banned_token_ids
-    cannot be drawn: the end tokens before min_output_tokens.
+    and output so far, a live list that only grows; the first num_prompt_tokens are the original prompt. draft_token_ids:
+    proposed tokens that count as output here, as if they had been drawn. banned_token_ids cannot be drawn: the end tokens
+    before min_output_tokens.
     """
 
     sequence_id: str
@@ -23,6 +24,7 @@ class SampleRequest:
     position: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
+    draft_token_ids: tuple[int, ...] = ()
     banned_token_ids: frozenset[int] = frozenset()
 
 
@@ -55,7 +57,7 @@ class Executor(Protocol):
         """Copies blocks; once per plan, before `run`."""
 
     def run(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
-        """Computes the plan and draws one token per sampled sequence, in plan order; `requests` are theirs.
+        """Computes the plan and draws one token per sampled row, in plan order; `requests` are theirs.
 
         May raise anything, out of memory included, and may then be asked again for a part of the plan: writing the same
         KV twice changes nothing.

@@ -1,10 +1,10 @@
 """One sequence between `add` and its last output: its text side, its timings, and how it ends. No torch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from gpu_worker.engine.port import SequenceFinish, SequenceOutput, SequenceSpec, Timings
-from gpu_worker.engine.sequence import Sequence
+from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.engine.text import OutputStage, StopMatch
 from service_kit.delta import Delta, TokenLogprob, join
 from service_kit.sampling import FinishReason
@@ -16,7 +16,7 @@ class LiveSequence:
 
     spec: SequenceSpec
     stage: OutputStage
-    sequence: Sequence
+    sequence: ScheduledSequence
     clock: Callable[[], float]
     added: float
     prefill_started: float = 0.0
@@ -33,10 +33,9 @@ class LiveSequence:
         """Sequence number of the token that is drawn next, held ones counted."""
         return self.stage.num_generated + 1
 
-    @property
-    def banned_token_ids(self) -> frozenset[int]:
-        """What must not be drawn next: the end tokens while the output is too short; empty afterwards."""
-        return self.stage.rules.banned_at(self.next_position)
+    def banned_behind(self, num_drafts: int) -> frozenset[int]:
+        """What must not be drawn next, or behind so many proposed tokens: the end tokens while the output is too short."""
+        return self.stage.rules.banned_at(self.next_position + num_drafts)
 
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> SequenceOutput | None:
         """What the next token causes; None when it is held back. `logprob` iff the request asked for it."""
@@ -84,6 +83,15 @@ class LiveSequence:
             matched_stop=stop.matched_stop if stop is not None else None,
         )
         return SequenceOutput(sequence_id=self.spec.sequence_id, delta=delta, finish=finish)
+
+
+def merge(outputs: Sequence[SequenceOutput]) -> SequenceOutput | None:
+    """One output for several of a sequence that follow each other in a step; None for none."""
+    if not outputs:
+        return None
+    if len(outputs) == 1:
+        return outputs[0]
+    return replace(outputs[-1], delta=_join(*(output.delta for output in outputs)))
 
 
 def _join(*deltas: Delta | None) -> Delta | None:

@@ -1,6 +1,7 @@
 """What a sequence changes in its logits: biases, bans, and the counts that penalties need. Kept between the steps."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,16 @@ class TokenCounts:
             self._counts[place] += 1
         self._num_seen = len(token_ids)
 
+    def supposing(self, token_ids: Sequence[int]) -> "SupposedCounts":
+        """The counts with `token_ids` added; these here stay as they are."""
+        new = {token_id: None for token_id in token_ids if token_id not in self._place_by_id}
+        place_by_new_id = {token_id: self._num_ids + place for place, token_id in enumerate(new)}
+        counts = np.concatenate([self.counts, np.zeros(len(new))])
+        for token_id in token_ids:
+            place = self._place_by_id.get(token_id)
+            counts[place_by_new_id[token_id] if place is None else place] += 1
+        return SupposedCounts(ids=np.concatenate([self.ids, np.array(list(new), dtype=np.int64)]), counts=counts)
+
     def _append(self, token_id: int) -> int:
         place = self._num_ids
         if place == len(self._ids):
@@ -60,6 +71,14 @@ class TokenCounts:
         return place
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupposedCounts:
+    """What `TokenCounts` would be if some proposed tokens had been drawn."""
+
+    ids: IdArray
+    counts: DoubleArray
+
+
 class SequenceEdits:
     """The changes of one sequence as arrays, so that a step converts nothing it converted before."""
 
@@ -69,7 +88,7 @@ class SequenceEdits:
         self.biases = np.array([bias for _, bias in self.sampling.logit_bias], dtype=np.float32)
         self._counts: TokenCounts | None = None
 
-    def counts(self, request: SampleRequest) -> TokenCounts:
+    def counts(self, request: SampleRequest) -> TokenCounts | SupposedCounts:
         """The tokens that are penalised now."""
         if self._counts is None:
             self._counts = TokenCounts(
@@ -79,7 +98,7 @@ class SequenceEdits:
             )
         else:
             self._counts.extend(request.token_ids)
-        return self._counts
+        return self._counts.supposing(request.draft_token_ids) if request.draft_token_ids else self._counts
 
 
 class EditsBySequence:

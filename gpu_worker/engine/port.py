@@ -117,6 +117,12 @@ class LoadReport:
     num_blocks_from_host: int = 0
     num_failed: int = 0
     """Sequences that ended with a failure."""
+    num_draft_steps: int = 0
+    """How often a step verified proposed tokens of a sequence; the two below divided by it are per step."""
+    num_draft_tokens: int = 0
+    """Proposed tokens that were verified."""
+    num_accepted_draft_tokens: int = 0
+    """Of these, tokens that the model drew as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

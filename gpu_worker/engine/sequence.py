@@ -1,6 +1,6 @@
 """The scheduling state of one attempt, and the plain data of a step. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from service_kit.prefix_hash import BlockHash, PrefixRoot
@@ -83,11 +83,26 @@ class PlannedSequence:
     """Enough blocks for every token up to the end of this step."""
     is_sampled: bool
     """Whether the last row reaches the end of the sequence, so that the next token is drawn from it."""
+    num_drafts: int = 0
+    """The last so many `token_ids` are only proposed; a token is drawn from each of their rows and from the one before."""
 
     @property
     def context_length(self) -> int:
-        """Tokens in KV memory after the step."""
+        """Tokens in KV memory after the step, proposed ones included."""
         return self.start + len(self.token_ids)
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """Rows, the last ones, from which a token is drawn."""
+        return self.num_drafts + 1 if self.is_sampled else 0
+
+    @property
+    def draft_token_ids(self) -> tuple[int, ...]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    def without_drafts(self) -> "PlannedSequence":
+        """The same without what is only proposed."""
+        return replace(self, token_ids=self.token_ids[: len(self.token_ids) - self.num_drafts], num_drafts=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

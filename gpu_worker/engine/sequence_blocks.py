@@ -68,6 +68,14 @@ class SequenceBlocks:
         """So many blocks more. Raises OutOfBlocksError."""
         sequence.block_table += self.memory.allocate(num_blocks)
 
+    def trim(self, sequence: Sequence) -> None:
+        """Gives up blocks behind the computed tokens: nothing of what was proposed for them holds."""
+        num_blocks = self._pool.num_blocks_for(sequence.num_computed_tokens)
+        surplus = sequence.block_table[num_blocks:]
+        if surplus:
+            self.memory.release(surplus)
+            del sequence.block_table[num_blocks:]
+
     def detach(self, sequence: Sequence) -> None:
         """Takes a sequence's blocks; their published content stays findable."""
         self._in_flight.stop(sequence)

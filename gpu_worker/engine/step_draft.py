@@ -17,6 +17,8 @@ class StepDraft:
         self._has_prefill = False
         self.budget = limits.token_budget
         self.chunks: dict[str, int] = {}
+        self.proposed: dict[str, tuple[int, ...]] = {}
+        """Tokens to be verified behind those of `chunks`."""
         self.preempted: dict[str, None] = {}
         self.admitted: set[str] = set()
         self.is_admission_closed = False
@@ -35,6 +37,12 @@ class StepDraft:
         self.budget -= num_tokens
         self._num_attended += attended_positions(start, num_tokens)
 
+    def extend_proposed(self, sequence: Sequence, token_ids: tuple[int, ...]) -> None:
+        """Behind the token of a sequence that decodes; nothing is preempted afterwards."""
+        self.proposed[sequence.sequence_id] = token_ids
+        self.budget -= len(token_ids)
+        self._num_attended += attended_positions(self.end_of(sequence), len(token_ids))
+
     def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence out of the plan; to be called while it still knows what it had computed."""
         assert sequence.sequence_id not in self.admitted, "what came in with this plan stays in it"
@@ -49,7 +57,10 @@ class StepDraft:
 
     def describe(self, sequences: Mapping[str, Sequence]) -> tuple[PlannedSequence, ...]:
         """The draft as plain data."""
-        return tuple(_describe(sequences[sequence_id], chunk) for sequence_id, chunk in self.chunks.items())
+        return tuple(
+            _describe(sequences[sequence_id], chunk, self.proposed.get(sequence_id, ()))
+            for sequence_id, chunk in self.chunks.items()
+        )
 
     def room_for_prefill(self, start: int, wanted: int) -> int:
         """How many of `wanted` tokens behind `start` others fit into the step."""
@@ -74,12 +85,13 @@ class StepDraft:
         return seconds is not None and seconds <= self._limits.target_step_s
 
 
-def _describe(sequence: Sequence, num_tokens: int) -> PlannedSequence:
+def _describe(sequence: Sequence, num_tokens: int, proposed: tuple[int, ...]) -> PlannedSequence:
     start = sequence.num_computed_tokens
     return PlannedSequence(
         sequence_id=sequence.sequence_id,
         start=start,
-        token_ids=tuple(sequence.token_ids[start : start + num_tokens]),
+        token_ids=(*sequence.token_ids[start : start + num_tokens], *proposed),
         block_table=tuple(sequence.block_table),
         is_sampled=start + num_tokens == sequence.num_tokens,
+        num_drafts=len(proposed),
     )

@@ -13,6 +13,7 @@ not run alone, so some sequence always advances.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from gpu_worker.engine.admission import Admission, AdmissionRule, GrowthRatio
@@ -24,6 +25,7 @@ from gpu_worker.engine.step_cost import StepCost, attended_by
 from gpu_worker.engine.step_draft import StepDraft
 from gpu_worker.engine.step_limits import StepLimits
 from gpu_worker.engine.waiting import WaitingSequences
+from gpu_worker.speculation.port import DraftableStep, Drafts
 
 __all__ = ["NeverFitsError", "StepLimits", "StepScheduler"]
 
@@ -44,9 +46,12 @@ class StepScheduler:
     part of it failed are removed in between, so that nothing of it is published.
     """
 
-    def __init__(self, *, pool: BlockPool, limits: StepLimits, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, *, pool: BlockPool, limits: StepLimits, num_host_blocks: int = 0, drafts: Drafts | None = None
+    ) -> None:
         self._pool = pool
         self._limits = limits
+        self._drafts = drafts
         self._blocks = SequenceBlocks(pool=pool, num_host_blocks=num_host_blocks)
         self._memory = self._blocks.memory
         self._cost = StepCost()
@@ -125,6 +130,8 @@ class StepScheduler:
         else:
             self._waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
+        if self._drafts is not None:
+            self._drafts.forget(sequence_id)
 
     def discard(self, sequence_id: str) -> None:
         """Ends a sequence whose computing went wrong: nobody finds its blocks any more."""
@@ -136,14 +143,17 @@ class StepScheduler:
         draft = StepDraft(limits=self._limits, cost=self._cost)
         self._plan_decodes(draft)
         self._plan_prefills(draft)
+        if self._drafts is not None:
+            self._plan_drafts(draft, self._drafts)
         self._growth.step(is_short_of_blocks=draft.is_short_of_blocks)
         planned = draft.describe(self._sequences)
         assert planned or not self._sequences, "a step must advance some sequence"
         self._plan = StepPlan(sequences=planned, preempted=tuple(draft.preempted), moves=self._memory.take_moves())
         return self._plan
 
-    def update(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
-        """Records that `plan` was computed, with the token drawn for each of its sampled sequences.
+    def update(self, plan: StepPlan, sampled: Mapping[str, SequenceOf[int]]) -> None:
+        """Records that `plan` was computed, with the tokens drawn for each of its sampled sequences: one, and one more for
+        each proposed token that was right. What stands behind them in the plan was not computed.
 
         Sequences removed since the plan was made are skipped.
         """
@@ -156,14 +166,22 @@ class StepScheduler:
             self.num_computed_prompt_tokens += max(0, min(end, sequence.num_admitted_tokens) - planned.start)
             sequence.num_computed_tokens = end
             if planned.is_sampled:
-                sequence.token_ids.append(sampled[planned.sequence_id])
+                drawn = sampled[planned.sequence_id]
+                sequence.num_computed_tokens = end = end - planned.num_sampled_rows + len(drawn)
+                sequence.token_ids.extend(drawn)
             if end >= (sequence.num_published_blocks + 1) * block_size:
                 self._blocks.publish(sequence)
+            if planned.num_drafts:
+                self._blocks.trim(sequence)
+                assert self._drafts is not None
+                self._drafts.record(sequence, planned, len(sampled[planned.sequence_id]) - 1)
         self._plan = StepPlan(sequences=())
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns how long a plan took to compute. Raises ValueError for negative or infinite seconds."""
         self._cost.observe(tokens=plan.num_tokens, attended=attended_by(plan), seconds=seconds)
+        if self._drafts is not None:
+            self._drafts.observe(plan, seconds)
 
     def take_cache_changes(self) -> CacheChanges:
         """What became findable or stopped being so since the last call; what does not fit comes with the next."""
@@ -206,6 +224,25 @@ class StepScheduler:
         for sequence in begun:
             if draft.budget > 0 and sequence.state is SequenceState.RUNNING:
                 self._extend_prefill(sequence, draft.budget, draft)
+
+    def _plan_drafts(self, draft: StepDraft, drafts: Drafts) -> None:
+        """Proposed tokens behind the newest ones, of what the others leave of budget and free blocks."""
+        decoding = [
+            (sequence, sequence.max_total_tokens - 1 - sequence.num_tokens)
+            for sequence in self._running
+            if sequence.is_decoding and draft.chunks.get(sequence.sequence_id)
+        ]
+        decoding = [(sequence, room) for sequence, room in decoding if room > 0]
+        if not decoding or draft.budget == 0:
+            return
+        num_rows = self._limits.token_budget - draft.budget
+        proposals = drafts.propose(DraftableStep(decoding=tuple(decoding), num_rows=num_rows, room=draft.budget))
+        for sequence, room in decoding:
+            num_slots = (len(sequence.block_table) + self._pool.num_free) * self._pool.block_size
+            most = min(room, draft.budget, num_slots - sequence.num_tokens)
+            token_ids = tuple(proposals.get(sequence.sequence_id, ()))[:most]
+            if token_ids and self._grow(sequence, sequence.num_tokens + len(token_ids), draft):
+                draft.extend_proposed(sequence, token_ids)
 
     def _in_order(self, prefilling: list[Sequence], draft: StepDraft) -> Iterator[Sequence]:
         """Running prefills and waiting sequences; without the latter as soon as admission is closed.

@@ -69,7 +69,7 @@ class Rig:
         for sequence_id in failed:
             self._remove(sequence_id, is_suspect=len(self.live) % 2 == 0)
         sampled = {
-            planned.sequence_id: next_token(self.live[planned.sequence_id])
+            planned.sequence_id: (next_token(self.live[planned.sequence_id]),)
             for planned in plan.sequences
             if planned.is_sampled and planned.sequence_id in self.live
         }

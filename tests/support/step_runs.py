@@ -41,7 +41,7 @@ def make_sequence(name, tokens, *, output=20, priority=STANDARD, root=ROOT):
 
 def finish_step(scheduler, plan):
     """Records a plan as computed; every drawn token is 7. Returns tokens per sequence."""
-    scheduler.update(plan, {planned.sequence_id: 7 for planned in plan.sequences if planned.is_sampled})
+    scheduler.update(plan, {planned.sequence_id: (7,) for planned in plan.sequences if planned.is_sampled})
     scheduler.check_integrity()
     return {planned.sequence_id: len(planned.token_ids) for planned in plan.sequences}
 

@@ -38,7 +38,7 @@ def run_step(scheduler):
     """Plans and 'computes' one step; returns tokens per sequence."""
     plan = scheduler.schedule()
     scheduler.check_integrity()
-    scheduler.update(plan, {planned.sequence_id: 7 for planned in plan.sequences if planned.is_sampled})
+    scheduler.update(plan, {planned.sequence_id: (7,) for planned in plan.sequences if planned.is_sampled})
     scheduler.check_integrity()
     return {planned.sequence_id: len(planned.token_ids) for planned in plan.sequences}
 
@@ -46,7 +46,7 @@ def run_step(scheduler):
 def run_until_preempted(scheduler):
     while True:
         plan = scheduler.schedule()
-        scheduler.update(plan, {planned.sequence_id: 7 for planned in plan.sequences if planned.is_sampled})
+        scheduler.update(plan, {planned.sequence_id: (7,) for planned in plan.sequences if planned.is_sampled})
         if plan.preempted:
             return plan
 

@@ -99,7 +99,7 @@ def run_overloaded(*, num_blocks, num_sequences, **growth):
     while live:
         plan = scheduler.schedule()
         preempted.update(plan.preempted)
-        scheduler.update(plan, {planned.sequence_id: 7 for planned in plan.sequences if planned.is_sampled})
+        scheduler.update(plan, {planned.sequence_id: (7,) for planned in plan.sequences if planned.is_sampled})
         if scheduler.num_waiting:
             running.append(scheduler.num_running)
         num_held = sum(len(sequence.block_table) for sequence in live.values())
