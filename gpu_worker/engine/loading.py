@@ -1,24 +1,24 @@
 """Builds a native engine and what it runs on: threads, weights, KV memory, and a first forward."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from gpu_worker.attention.factory import make_attention
-from gpu_worker.attention.port import AttentionBackend, AttentionShape
+from gpu_worker.attention.layered import BlockCounts, LayerGeometry, MakeBackend, make_layered
+from gpu_worker.attention.port import AttentionBackend
 from gpu_worker.engine.engine import NativeEngine
 from gpu_worker.engine.host_resources import available_memory_bytes, available_threads
+from gpu_worker.engine.model_loading import LoadedModel, load_model
 from gpu_worker.engine.model_runner import ModelRunner
 from gpu_worker.engine.port import Capabilities, NoteUntried, note_nothing
 from gpu_worker.engine.sequence import PlannedSequence, StepPlan
 from gpu_worker.engine.settings import INT8_PRECISION, PRECISION_BY_DTYPE, EngineSettings, EngineStartError
 from gpu_worker.engine.text import TokenTable
-from gpu_worker.models.config import ModelConfig, read_model_config
-from gpu_worker.models.llama import LlamaModel
-from service_kit.model_manifest import ModelFilesError, ModelManifest, read_manifest
+from service_kit.model_manifest import ModelManifest, read_manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +71,22 @@ def load_parts(
     directory: Path, settings: EngineSettings, *, on_progress: Callable[[], None] = lambda: None
 ) -> EngineParts:
     """Loads and warms up. Raises ModelFilesError for the files, EngineStartError for settings and memory."""
-    manifest, config = _read_description(directory)
+    manifest = read_manifest(directory)
     precision = _precision(manifest, settings)
-    context_length = min(manifest.context_length, config.max_position_embeddings)
     device, dtype, kv_dtype = _device(settings), _dtype(settings.dtype), _dtype(settings.kv_dtype or settings.dtype)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads or available_threads())
     table = TokenTable.from_directory(directory)
-    model = LlamaModel.load(directory, config, device=device, dtype=dtype)
-    num_blocks = _num_blocks(settings, config, context_length, device)
-    shape = AttentionShape(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        num_host_blocks=settings.num_host_blocks,
-        windows=config.windows,
+    loaded = load_model(directory, manifest, device=device, dtype=dtype)
+    context_length = loaded.context_length
+    num_blocks = _num_blocks(settings, loaded, device)
+    blocks = BlockCounts(
+        num_blocks=num_blocks, block_size=settings.block_size, num_host_blocks=settings.num_host_blocks
     )
-    attention = _allocate_kv_memory(shape, device, dtype, kv_dtype)
-    runner = ModelRunner(model=model, attention=attention, on_progress=on_progress)
+    attention = _allocate_kv_memory(
+        loaded.layers, blocks, lambda shape: make_attention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype)
+    )
+    runner = ModelRunner(model=loaded.model, attention=attention, on_progress=on_progress)
     warm_up = _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
     capabilities = Capabilities(
         engine="native",
@@ -99,12 +94,13 @@ def load_parts(
         model_revision=manifest.revision,
         precision=precision,
         context_length=context_length,
-        vocab_size=config.vocab_size,
+        vocab_size=manifest.vocab_size,
         num_blocks=num_blocks,
         block_size=settings.block_size,
         max_running=settings.max_running,
-        is_batch_invariant=model.is_batch_invariant and attention.is_batch_invariant,
+        is_batch_invariant=loaded.model.is_batch_invariant and attention.is_batch_invariant,
         details={
+            "model_code": loaded.code,
             "device": str(device),
             "threads": str(torch.get_num_threads()),
             "attention": attention.name,
@@ -112,18 +108,6 @@ def load_parts(
         },
     )
     return EngineParts(manifest=manifest, capabilities=capabilities, runner=runner, table=table, known_steps=(warm_up,))
-
-
-def _read_description(directory: Path) -> tuple[ModelManifest, ModelConfig]:
-    manifest, config = read_manifest(directory), read_model_config(directory)
-    if manifest.vocab_size != config.vocab_size:
-        raise ModelFilesError(
-            f"{directory}: the manifest's vocab_size {manifest.vocab_size} is not config.json's {config.vocab_size}"
-        )
-    is_int8 = manifest.precision == INT8_PRECISION
-    if is_int8 and config.is_tied:
-        raise ModelFilesError(f"{directory}: config.json ties the head to the embedding, which is not {INT8_PRECISION}")
-    return manifest, replace(config, is_int8=is_int8)
 
 
 def _precision(manifest: ModelManifest, settings: EngineSettings) -> str:
@@ -150,12 +134,13 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _num_blocks(settings: EngineSettings, config: ModelConfig, context_length: int, device: torch.device) -> int:
+def _num_blocks(settings: EngineSettings, loaded: LoadedModel, device: torch.device) -> int:
     """Blocks of the pool. Raises EngineStartError unless one sequence of full length fits."""
+    context_length = loaded.context_length
     blocks_per_sequence = -(-context_length // settings.block_size)
     num_blocks = settings.num_blocks
     if num_blocks is None:
-        block_bytes = settings.block_size * config.kv_bytes_per_token(
+        block_bytes = settings.block_size * loaded.kv_bytes_per_token(
             _dtype(settings.kv_dtype or settings.dtype).itemsize
         )
         available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
@@ -169,13 +154,11 @@ def _num_blocks(settings: EngineSettings, config: ModelConfig, context_length: i
     return num_blocks
 
 
-def _allocate_kv_memory(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> AttentionBackend:
+def _allocate_kv_memory(layers: Sequence[LayerGeometry], blocks: BlockCounts, make: MakeBackend) -> AttentionBackend:
     try:
-        return make_attention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype)
+        return make_layered(layers, blocks, make)
     except (OSError, MemoryError, RuntimeError) as error:
-        raise EngineStartError(f"KV memory of {shape.num_blocks} blocks cannot be allocated: {error}") from error
+        raise EngineStartError(f"KV memory of {blocks.num_blocks} blocks cannot be allocated: {error}") from error
 
 
 def _warm_up(runner: ModelRunner, num_tokens: int) -> tuple[StepPlan, float]:

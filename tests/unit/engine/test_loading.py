@@ -9,6 +9,7 @@ from gpu_worker.engine.loading import load_native_engine
 from gpu_worker.engine.settings import EngineSettings, EngineStartError
 from gpu_worker.kernels.library import load_cpu_kernels
 from gpu_worker.models.config import UnsupportedModelError
+from gpu_worker.models.transformers_refusals import UnsupportedArchitectureError
 from service_kit.model_manifest import ModelFilesError, read_manifest
 from tests.support.engine_runs import make_spec, run_to_end
 from tests.support.tiny_models import make_tiny_llama, read_config
@@ -33,6 +34,7 @@ def test_capabilities_tell_what_is_served(directory):
     assert (capabilities.context_length, capabilities.num_blocks, capabilities.max_running) == (64, 10, 3)
     attention = "cpu" if load_cpu_kernels() else "reference"
     assert capabilities.details == {
+        "model_code": "native",
         "device": "cpu",
         "threads": "1",
         "attention": attention,
@@ -85,8 +87,15 @@ def test_settings_that_cannot_work_are_refused_by_name(fields, named, directory)
         load_native_engine(directory, settings=EngineSettings(**fields))
 
 
-def test_a_model_that_is_not_computed_is_refused(directory):
+def test_a_model_that_nobody_computes_is_refused(directory):
+    change_config(directory, hidden_act="gelu", rope_parameters={"rope_type": "dynamic", "factor": 2.0})
+    with pytest.raises(UnsupportedArchitectureError, match="rope type 'dynamic'"):
+        load_native_engine(directory, settings=EngineSettings(threads=1))
+
+
+def test_an_int8_model_is_computed_by_our_own_code_or_not_at_all(directory):
     change_config(directory, hidden_act="gelu")
+    dataclasses.replace(read_manifest(directory), precision="int8").write(directory)
     with pytest.raises(UnsupportedModelError, match="hidden_act"):
         load_native_engine(directory, settings=EngineSettings(threads=1))
 
