@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint fmt kernels protos protos-check bench-core bench-engine bench-recovery bench-fairness bench-retention bench-stores chaos chaos-mutation clean
+.PHONY: help demo up test test-fast lint lint-types lint-imports lint-ruff lint-protos fmt kernels protos protos-check bench-core bench-engine bench-recovery bench-fairness bench-retention bench-stores chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -34,8 +34,8 @@ demo: $(READY) $(KERNELS) ## pull the small model, start everything, stream one 
 up: $(READY) $(KERNELS) ## run the whole stack on this machine until Ctrl-C
 	$(BIN)/sluice up
 
-test: $(READY) $(KERNELS) ## all tests; starts every server it needs
-	$(BIN)/pytest
+test: $(READY) $(KERNELS) ## all tests, in two processes side by side; starts every server it needs
+	$(BIN)/python -m tests
 
 test-fast: $(READY) $(KERNELS) ## tests without separate processes and without the real model
 	$(BIN)/pytest tests/unit tests/contract tests/stateful
@@ -73,11 +73,20 @@ chaos: $(READY) ## random faults, exact checks: TRIALS=200 SEED=1 ENGINE=sim|rea
 chaos-mutation: $(READY) ## plant known faults in a copy of the tree; the chaos trials must find each
 	$(BIN)/python -m tests.chaos.mutation --seed $(SEED)
 
-lint: $(READY) protos-check ## ruff, mypy strict, import rules, buf
+lint: $(READY) ## ruff, mypy strict, import rules, buf, side by side
+	$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target lint-types lint-imports lint-ruff lint-protos protos-check
+
+lint-types: $(READY)
+	$(BIN)/mypy
+
+lint-imports: $(READY)
+	$(BIN)/lint-imports
+
+lint-ruff: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+
+lint-protos: $(READY)
 	cd protos && $(BIN)/buf lint
 
 fmt: $(READY) ## format and fix what can be fixed

@@ -2,7 +2,6 @@
 sends many more."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -23,5 +22,5 @@ async def test_nothing_is_left_but_what_the_policy_keeps(brief: RunningStack) ->
     assert remains.left == []
     assert remains.rows == remains.expected
     assert remains.replay_faults == []
-    assert remains.rows_after_drop == replace(remains.expected, generations=0, emptied=0)
+    assert remains.rows_after_drop == remains.expected_after_drop
     assert remains.refusal_faults == []
