@@ -9,8 +9,9 @@ from types import MappingProxyType
 
 from gateway.tokenization import TextEncoder
 from service_kit.errors import NotFoundError, Reason
+from service_kit.gguf.files import is_gguf
 from service_kit.logging import get_logger
-from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, ModelManifest, read_manifest
+from service_kit.model_manifest import ModelFilesError, ModelManifest, list_models, read_manifest
 from service_kit.token_bytes import UnsupportedTokenizerError, read_token_bytes
 from state_store.tenants import Tenant
 
@@ -25,16 +26,19 @@ class ServedModel:
     encoder: TextEncoder
     token_bytes: tuple[bytes, ...]
     """By token id; empty for a kind of tokenizer whose tokens cannot be turned into bytes one by one."""
-    directory: Path
+    path: Path
+    """The model directory or GGUF file."""
 
 
 class ModelRegistry:
-    """Models by name. Mutable state: the current mapping, replaced as a whole by `rescan`."""
+    """Models by name. Mutable state: the current mapping, replaced as a whole by `rescan`, and the files that it cannot
+    read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._models: Mapping[str, ServedModel] = MappingProxyType({})
         self._complaints: frozenset[str] = frozenset()
+        self._refused_files: dict[Path, tuple[ModelManifest, str]] = {}
 
     def get(self, name: str, tenant: Tenant) -> ServedModel:
         """Raises NotFoundError for an unknown model and one that the tenant may not use alike."""
@@ -57,7 +61,7 @@ class ModelRegistry:
         return [self._models[name] for name in sorted(self._models)]
 
     async def rescan(self) -> None:
-        """Takes up new and changed models, drops removed ones. A directory that cannot be read keeps its earlier model,
+        """Takes up new and changed models, drops removed ones. A model that cannot be read stays as it was before,
         so that a copy in progress takes nothing away."""
         self._models, complaints = await asyncio.to_thread(self._load)
         for complaint in complaints - self._complaints:
@@ -73,8 +77,8 @@ class ModelRegistry:
     def _load(self) -> tuple[Mapping[str, ServedModel], frozenset[str]]:
         loaded: dict[str, ServedModel] = {}
         complaints: set[str] = set()
-        for path in sorted(self._directory.glob(f"*/{MANIFEST_NAME}")):
-            model = self._load_directory(path.parent, complaints)
+        for path in list_models(self._directory):
+            model = self._load_model(path, complaints)
             if model is None:
                 continue
             if model.manifest.model in loaded:
@@ -82,23 +86,34 @@ class ModelRegistry:
             loaded.setdefault(model.manifest.model, model)
         return MappingProxyType(loaded), frozenset(complaints)
 
-    def _load_directory(self, directory: Path, complaints: set[str]) -> ServedModel | None:
-        known = next((model for model in self._models.values() if model.directory == directory), None)
+    def _load_model(self, path: Path, complaints: set[str]) -> ServedModel | None:
+        known = next((model for model in self._models.values() if model.path == path), None)
         try:
-            manifest = read_manifest(directory)
+            manifest = read_manifest(path)
             if known is not None and known.manifest == manifest:
                 return known
-            encoder = TextEncoder(directory)
-            return ServedModel(
-                manifest=manifest, encoder=encoder, token_bytes=_token_bytes(directory), directory=directory
-            )
+            refused_manifest, reason = self._refused_files.get(path, (None, ""))
+            if refused_manifest == manifest:
+                complaints.add(reason)
+                return known
+            return self._load_content(path, manifest)
         except ModelFilesError as error:
             complaints.add(str(error))
             return known
 
+    def _load_content(self, path: Path, manifest: ModelManifest) -> ServedModel:
+        """Raises ModelFilesError. A GGUF file with the same manifest has the same content: it is not tried again."""
+        try:
+            encoder = TextEncoder(path)
+            return ServedModel(manifest=manifest, encoder=encoder, token_bytes=_token_bytes(path), path=path)
+        except ModelFilesError as error:
+            if is_gguf(path):
+                self._refused_files[path] = manifest, str(error)
+            raise
 
-def _token_bytes(directory: Path) -> tuple[bytes, ...]:
+
+def _token_bytes(path: Path) -> tuple[bytes, ...]:
     try:
-        return read_token_bytes(directory)
+        return read_token_bytes(path)
     except UnsupportedTokenizerError:
         return ()

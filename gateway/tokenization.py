@@ -1,7 +1,6 @@
 """Texts and conversations to token ids, off the event loop and with its sizes checked first."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from gateway.chat_template import ChatTemplate, ChatTemplateError, Message
 from gateway.config import TokenizationLimits
 from service_kit.errors import UnavailableError
 from service_kit.model_manifest import ModelFilesError
+from service_kit.tokenizer_files import read_template_file, read_tokenizer_config, read_tokenizer_text, tokenizer_path
 
 ResultT = TypeVar("ResultT")
 
@@ -22,19 +22,21 @@ _NORMALIZER_SLACK = 4
 
 
 class TextEncoder:
-    """Tokenizer and chat template of one model directory. Immutable after loading; usable from several threads."""
+    """Tokenizer and chat template of one model directory or GGUF file. Immutable after loading; usable from several
+    threads."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, model: Path) -> None:
         """Raises ModelFilesError, with the file and the reason."""
-        path = directory / "tokenizer.json"
         try:
-            self._tokenizer: Any = Tokenizer.from_file(str(path))
+            self._tokenizer: Any = Tokenizer.from_str(read_tokenizer_text(model))
+        except ModelFilesError:
+            raise
         except Exception as error:  # the library raises plain Exception
-            raise ModelFilesError(f"{path}: not a tokenizer: {error}") from error
+            raise ModelFilesError(f"{tokenizer_path(model)}: not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = _read_json(directory / "tokenizer_config.json")
-        self._template = _load_template(directory, config, _special_tokens(config))
+        config = read_tokenizer_config(model)
+        self._template = _load_template(model, config, _special_tokens(config))
         longest = max((len(text.encode()) for text in self._tokenizer.get_vocab()), default=1)
         self.max_bytes_per_token = longest * (_NORMALIZER_SLACK if self._tokenizer.normalizer else 1)
         """A text of more than this times n bytes has more than n tokens."""
@@ -89,18 +91,6 @@ class TokenizationPool:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelFilesError(f"{path}: {error}") from error
-    if not isinstance(fields, dict):
-        raise ModelFilesError(f"{path}: not an object")
-    return fields
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name in _SPECIAL_TOKEN_NAMES:
@@ -111,10 +101,9 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _load_template(directory: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
+def _load_template(model: Path, config: dict[str, Any], special_tokens: dict[str, str]) -> ChatTemplate | None:
     """`chat_template.jinja` outranks tokenizer_config.json; of several named templates "default" is taken."""
-    file = directory / "chat_template.jinja"
-    source = file.read_text() if file.exists() else config.get("chat_template")
+    source = read_template_file(model) or config.get("chat_template")
     if isinstance(source, list):
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
     if not isinstance(source, str):
@@ -122,4 +111,4 @@ def _load_template(directory: Path, config: dict[str, Any], special_tokens: dict
     try:
         return ChatTemplate(source, special_tokens)
     except ChatTemplateError as error:
-        raise ModelFilesError(f"{directory}: {error}") from error
+        raise ModelFilesError(f"{model}: {error}") from error

@@ -21,6 +21,7 @@ from gpu_worker.worker import Worker, WorkerTimes, report_readiness
 from inference.internal.v1 import scheduler_pb2_grpc, worker_pb2_grpc
 from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.garbage import forget_startup_objects
+from service_kit.gguf.files import is_gguf
 from service_kit.grpc_client import open_channel
 from service_kit.grpc_server import GrpcServer, ServerLimits
 from service_kit.logging import configure_logging, get_logger
@@ -86,13 +87,13 @@ async def serve(config: WorkerConfig) -> None:
     _log.info("worker_stopped")
 
 
-async def _wait_for_model(directory: Path, patience: timedelta, stop: asyncio.Event) -> None:
-    """Returns once the directory has its manifest, the patience is over, or `stop` is set."""
-    manifest = directory / MANIFEST_NAME
-    if not manifest.exists():
-        _log.info("worker_waits", for_file=str(manifest))
+async def _wait_for_model(model: Path, patience: timedelta, stop: asyncio.Event) -> None:
+    """Returns once the GGUF file is there or the directory has its manifest, the patience is over, or `stop` is set."""
+    awaited = model if is_gguf(model) else model / MANIFEST_NAME
+    if not awaited.exists():
+        _log.info("worker_waits", for_file=str(awaited))
     deadline = time.monotonic() + patience.total_seconds()
-    while not manifest.exists() and not stop.is_set() and time.monotonic() < deadline:
+    while not awaited.exists() and not stop.is_set() and time.monotonic() < deadline:
         with suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _MODEL_INTERVAL.total_seconds())
 

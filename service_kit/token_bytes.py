@@ -1,4 +1,4 @@
-"""The bytes that each token id stands for, read from a `tokenizer.json`. Pure but for reading the file.
+"""The bytes that each token id stands for, read from a `tokenizer.json` or a GGUF file. Pure but for reading the file.
 
 The format is that of Hugging Face `tokenizers`. Two families of decoders are understood: ByteLevel (GPT-2's printable
 stand-ins for bytes) and Metaspace (SentencePiece's `▁` for a space, with `<0xNN>` tokens for single bytes). The text of
@@ -7,13 +7,13 @@ output is streamed and continues a prompt: leading spaces stay, and of `<0xNN>` 
 the broken ones become U+FFFD, not all up to the next other token.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_NAME = "tokenizer.json"
+from service_kit.tokenizer_files import read_tokenizer_document, tokenizer_path
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE = "▁"
 _PER_TOKEN, _JOINING, _ON_WHOLE = range(3)
@@ -40,14 +40,14 @@ def byte_level_alphabet() -> dict[str, int]:
 _ALPHABET = byte_level_alphabet()
 
 
-def read_token_bytes(directory: Path) -> tuple[bytes, ...]:
+def read_token_bytes(model: Path) -> tuple[bytes, ...]:
     """Bytes by token id. Special added tokens have none, other added tokens are decoded like all tokens.
 
-    An id that the file does not name has none either. Raises UnsupportedTokenizerError.
+    An id that the file does not name has none either. Raises UnsupportedTokenizerError, and GgufError for a GGUF file.
     """
-    path = directory / TOKENIZER_NAME
+    path = tokenizer_path(model)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = read_tokenizer_document(model)
         vocabulary = _vocabulary(document["model"])
         added = [
             (int(token["id"]), str(token["content"]), bool(token["special"])) for token in document["added_tokens"]

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from gpu_worker.artifacts.checkpoints import TensorSource, open_checkpoint
+from gpu_worker.artifacts.gguf_description import write_description
 from gpu_worker.artifacts.smoothing import ALPHA, LayerMaxima, Tensors, round_weight, smooth_behind_norm, smooth_layer
 from gpu_worker.artifacts.texts import CALIBRATION
-from gpu_worker.artifacts.weights import Checkpoint
 from gpu_worker.attention.factory import make_attention
 from gpu_worker.attention.port import AttentionShape
 from gpu_worker.engine.model_runner import ModelRunner
@@ -33,7 +34,10 @@ from gpu_worker.models.llama_tensors import (
     scale_name,
     tensor_shapes,
 )
+from service_kit.gguf.files import is_gguf
+from service_kit.gguf.header import read_header
 from service_kit.model_manifest import ModelFilesError, ModelManifest, content_revision, read_manifest
+from service_kit.tokenizer_files import read_tokenizer_text
 
 RECIPE_NAME = "quantization.json"
 NUM_CALIBRATION_TOKENS = 512
@@ -60,7 +64,7 @@ class _Observed(UnfusedLinear):
 def quantize_directory(
     source: Path, target: Path, *, name: str, on_progress: Callable[[float], None] = lambda _: None
 ) -> ModelManifest:
-    """Fills `target`, which is there and empty, with `source` as model `name` of precision int8; its manifest comes last.
+    """Fills `target`, which is there and empty, with `source`, a directory or a GGUF file, as model `name` of precision int8; its manifest comes last.
 
     Raises ModelFilesError, also for a source that is not fp32.
     """
@@ -68,7 +72,7 @@ def quantize_directory(
     if manifest.precision != "fp32":
         raise ModelFilesError(f"{source}: of precision {manifest.precision}; only fp32 models are quantized")
     head_maxima, layer_maxima = calibrate(source, config, context_length=manifest.context_length)
-    checkpoint = Checkpoint(source, shapes=tensor_shapes(config), ignored_suffixes=ignored_suffixes(config))
+    checkpoint = open_checkpoint(source, shapes=tensor_shapes(config), ignored_suffixes=ignored_suffixes(config))
     quantized: Tensors = {}
     for index, maxima in enumerate(layer_maxima):
         prefix = layer_prefix(index)
@@ -94,15 +98,15 @@ def quantize_directory(
     return made
 
 
-def calibrate(directory: Path, config: ModelConfig, *, context_length: int) -> tuple[torch.Tensor, list[LayerMaxima]]:
+def calibrate(model_path: Path, config: ModelConfig, *, context_length: int) -> tuple[torch.Tensor, list[LayerMaxima]]:
     """The largest inputs of the head and of each layer on the calibration text."""
 
     def observe(weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> _Observed:
         return _Observed(make_linear(weight, bias, scale), weight.shape[1])
 
     make_linear = LinearFactory()
-    model = LlamaModel.load(directory, config, device=_CPU, dtype=torch.float32, make_linear=observe)
-    token_ids = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(CALIBRATION.read()).ids
+    model = LlamaModel.load(model_path, config, device=_CPU, dtype=torch.float32, make_linear=observe)
+    token_ids = Tokenizer.from_str(read_tokenizer_text(model_path)).encode(CALIBRATION.read()).ids
     token_ids = token_ids[: min(NUM_CALIBRATION_TOKENS, context_length)]
     num_blocks = -(-len(token_ids) // _BLOCK_SIZE)
     shape = AttentionShape(
@@ -140,7 +144,7 @@ def _largest(linear: Linear) -> torch.Tensor:
     return linear.largest
 
 
-def _quantize_outer(checkpoint: Checkpoint, config: ModelConfig, head_maxima: torch.Tensor) -> Tensors:
+def _quantize_outer(checkpoint: TensorSource, config: ModelConfig, head_maxima: torch.Tensor) -> Tensors:
     """Embedding, final norm and head. A head that was tied to the embedding gets numbers of its own."""
     head_name = EMBEDDING if config.is_tied else HEAD
     tensors = checkpoint.read({EMBEDDING, FINAL_NORM, head_name}, device=_CPU, dtype=torch.float32)
@@ -162,14 +166,11 @@ def _round(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _write_description(source: Path, target: Path, manifest: ModelManifest) -> None:
     """Everything but weights and manifest, and how the weights were made."""
-    for path in source.iterdir():
-        if (
-            path.is_file()
-            and path.suffix != ".safetensors"
-            and not path.name.endswith((".index.json", "sluice-model.json"))
-        ):
-            shutil.copy(path, target / path.name)
-    fields = json.loads((source / "config.json").read_text())
+    if is_gguf(source):
+        write_description(read_header(source), target, eos_token_ids=manifest.eos_token_ids)
+    else:
+        _copy_description(source, target)
+    fields = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**fields, "tie_word_embeddings": False}, indent=2) + "\n")
     recipe = {
         "source": manifest.model,
@@ -181,3 +182,13 @@ def _write_description(source: Path, target: Path, manifest: ModelManifest) -> N
         "calibration_tokens": NUM_CALIBRATION_TOKENS,
     }
     (target / RECIPE_NAME).write_text(json.dumps(recipe, indent=2) + "\n")
+
+
+def _copy_description(source: Path, target: Path) -> None:
+    for path in source.iterdir():
+        if (
+            path.is_file()
+            and path.suffix != ".safetensors"
+            and not path.name.endswith((".index.json", "sluice-model.json"))
+        ):
+            shutil.copy(path, target / path.name)

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from service_kit.model_manifest import ModelFilesError
+from gpu_worker.artifacts.tensor_names import WeightsError, require_same_names
+
+__all__ = ["Checkpoint", "WeightsError"]
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_NAMES_SHOWN = 5
 _FLOATING = frozenset({"F32", "F16", "BF16"})  # as safetensors names them
 _INT8 = frozenset({"I8"})
-
-
-class WeightsError(ModelFilesError):
-    """Tensors that are missing, unexpected, of another shape or type, each named."""
 
 
 class Checkpoint:
@@ -41,14 +38,8 @@ class Checkpoint:
         int8 and stay so, all others are of a floating-point type. Raises WeightsError.
         """
         file_by_tensor = _locate(directory)
-        missing = sorted(shapes.keys() - file_by_tensor.keys())
-        unexpected = sorted(
-            name for name in file_by_tensor.keys() - shapes.keys() if not name.endswith(ignored_suffixes)
-        )
-        for kind, names in (("missing", missing), ("unexpected", unexpected)):
-            if names:
-                more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-                raise WeightsError(f"{directory}: {kind} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}")
+        found = {name for name in file_by_tensor if name in shapes or not name.endswith(ignored_suffixes)}
+        require_same_names(directory, shapes.keys(), found)
         self._file_by_tensor = {name: file_by_tensor[name] for name in shapes}
         self._int8_names = frozenset(int8_names)
         for file, wanted in self._by_file(shapes).items():

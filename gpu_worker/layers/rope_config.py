@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "divided"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class RopeConfig:
     """yarn: whether the limits are rounded outwards to whole pairs."""
     attention_factor: float = 1.0
     """yarn: cosines and sines are multiplied by it."""
+    divisors: tuple[float, ...] = ()
+    """divided: how many times slower each pair turns."""
 
 
 def yarn_attention_factor(factor: float, *, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:

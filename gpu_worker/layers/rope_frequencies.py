@@ -1,4 +1,4 @@
-"""How fast each pair of a head turns: the default, and three ways to stretch it to a longer context."""
+"""How fast each pair of a head turns: the default, and four ways to stretch it to a longer context."""
 
 import math
 from typing import assert_never
@@ -22,6 +22,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         case "yarn":
             kept = 1 - _ramp(*_yarn_limits(config, head_dim), head_dim // 2)
             return 1.0 / (config.factor * wavelengths) * (1 - kept) + frequencies * kept
+        case "divided":
+            return frequencies / torch.tensor(config.divisors)
         case _:
             assert_never(config.rope_type)
 

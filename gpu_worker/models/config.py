@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_worker.artifacts.gguf_config import config_fields
 from gpu_worker.layers.rope_config import RopeConfig
 from gpu_worker.models.config_fields import ConfigFields, UnsupportedModelError
 from gpu_worker.models.families import COMMON_DEFAULTS, FAMILIES, OFF_WHEN_FALSE, Family
 from gpu_worker.models.rope_fields import parse_rope
+from service_kit.gguf.files import is_gguf
+from service_kit.gguf.header import read_header
 from service_kit.model_manifest import ModelFilesError
 
 __all__ = ["ModelConfig", "UnsupportedModelError", "parse_model_config", "read_model_config"]
@@ -54,9 +57,12 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """The config of the model in `directory`. Raises ModelFilesError, UnsupportedModelError for what is not computed."""
-    path = directory / "config.json"
+def read_model_config(model: Path) -> ModelConfig:
+    """The config of a model directory or GGUF file. Raises ModelFilesError, UnsupportedModelError for what is not
+    computed."""
+    if is_gguf(model):
+        return _config_of_gguf(model)
+    path = model / "config.json"
     try:
         fields = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -64,6 +70,14 @@ def read_model_config(directory: Path) -> ModelConfig:
     if not isinstance(fields, dict):
         raise ModelFilesError(f"{path}: not a JSON object")
     return parse_model_config(fields)
+
+
+def _config_of_gguf(path: Path) -> ModelConfig:
+    header = read_header(path)
+    try:
+        return parse_model_config(config_fields(header))
+    except UnsupportedModelError as error:
+        raise header.unsupported(f"{header.architecture} as {error.field}", str(error)) from error
 
 
 def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:

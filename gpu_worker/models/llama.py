@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_worker.artifacts.weights import Checkpoint
+from gpu_worker.artifacts.checkpoints import open_checkpoint
 from gpu_worker.attention.port import StepAttention
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.port import Linear, MakeLinear
@@ -77,17 +77,17 @@ class LlamaModel:
     @classmethod
     def load(
         cls,
-        directory: Path,
+        model: Path,
         config: ModelConfig,
         *,
         device: torch.device,
         dtype: torch.dtype,
         make_linear: MakeLinear | None = None,
     ) -> "LlamaModel":
-        """The model of `directory`. Raises WeightsError. A tied checkpoint may carry the head; it is not read."""
+        """The model of a directory or GGUF file. Raises WeightsError, GgufError. A tied checkpoint may carry the head; it is not read."""
         quantized = int8_names(config) if config.is_int8 else frozenset()
-        checkpoint = Checkpoint(
-            directory,
+        checkpoint = open_checkpoint(
+            model,
             shapes=with_scales(tensor_shapes(config), quantized),
             ignored_suffixes=ignored_suffixes(config),
             int8_names=quantized,

@@ -26,6 +26,7 @@ _PARAMETERS: Mapping[RopeType, Mapping[str, Any]] = {
         "mscale_all_dim": None,
         "truncate": True,
     },
+    "divided": {"divisors": None},
 }
 _OF_ALL_TYPES = frozenset({"rope_theta", "rope_type", "type"})
 
@@ -52,6 +53,8 @@ def parse_rope(fields: ConfigFields, *, default_theta: float, max_position_embed
             return _llama3(parameters, theta, max_position_embeddings)
         case "yarn":
             return _yarn(parameters, theta, max_position_embeddings)
+        case "divided":
+            return RopeConfig(rope_type=rope_type, theta=theta, divisors=_divisors(parameters))
 
 
 def _source(fields: ConfigFields) -> tuple[str, Mapping[str, Any]]:
@@ -120,3 +123,11 @@ def _yarn(parameters: ConfigFields, theta: float, max_position_embeddings: int) 
         attention_factor=parameters.number_or_none("attention_factor")
         or yarn_attention_factor(factor, mscale=mscale, mscale_all_dim=mscale_all_dim),
     )
+
+
+def _divisors(parameters: ConfigFields) -> tuple[float, ...]:
+    """One for each pair of a head; not a type of transformers, but how GGUF files say what llama3 comes to."""
+    values = parameters.value("divisors")
+    if not isinstance(values, list) or not all(isinstance(each, float) and 0 < each < float("inf") for each in values):
+        raise parameters.refuse("divisors", "not a list of positive numbers")
+    return tuple(values)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from service_kit.model_manifest import MANIFEST_NAME, ModelManifest, list_manifests, read_manifest
+from service_kit.model_manifest import MANIFEST_NAME, ModelManifest, find_model, list_manifests, read_manifest
 from sluice.console import progress_bars, say, write_text
 from sluice.errors import UserError
 from sluice.home import Home, find_home
@@ -122,9 +122,10 @@ def require_model(home: Home, name: str, *, engine: str) -> ModelManifest:
     """The manifest of a model that `engine` can run. A simulated one is made when absent. Raises UserError."""
     if engine == "simulated" and not (home.models / name / MANIFEST_NAME).exists():
         make_simulated(home, name)
-    if not (home.models / name / MANIFEST_NAME).exists():
+    found = find_model(home.models, name)
+    if found is None:
         raise UserError(f"the model {name} is not in {home.models}; fetch it with: sluice models pull {name}")
-    manifest = read_manifest(home.models / name)
+    manifest = read_manifest(found)
     fitting = "simulated" if manifest.precision == _SIMULATED_PRECISION else "native"
     if engine != fitting:
         raise UserError(f"the model {name} is for the {fitting} engine; use --engine {fitting} or another --model")

@@ -19,6 +19,7 @@ from sluice.keys import ADMIN_TENANT, LOCAL_TENANT, keep_or_create_key
 from sluice.local.server_state import write_private
 from sluice.local.services import Service
 from sluice.local.stack import LocalStack, StackSettings
+from sluice.models.bring import bring_gguf, is_file_name
 from state_store.postgres.migrate import upgrade
 
 _START_TIMEOUT_S = 180.0
@@ -37,7 +38,9 @@ def up_command(
     *,
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Model to serve, by its name in the cache; give the option again for each further one."),
+        typer.Option(
+            help="Model to serve: its name in the cache, or a GGUF file; give the option again for each further one."
+        ),
     ] = None,
     engine: Annotated[
         Engine, typer.Option(help="native, or simulated: no model, for trying things out.")
@@ -55,7 +58,8 @@ def up_command(
 ) -> None:
     """Run Postgres, Valkey, gateways, schedulers and workers here; Ctrl-C stops them all."""
     home = find_home(data_dir)
-    names = tuple(dict.fromkeys(model or [DEFAULT_MODEL if engine is Engine.NATIVE else DEFAULT_SIMULATED_MODEL]))
+    asked = model or [DEFAULT_MODEL if engine is Engine.NATIVE else DEFAULT_SIMULATED_MODEL]
+    names = tuple(dict.fromkeys(bring_gguf(home, each) if is_file_name(each) else each for each in asked))
     for name in names:
         require_model(home, name, engine=engine.value)
     settings = StackSettings(

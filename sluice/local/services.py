@@ -1,4 +1,4 @@
-"""Which service processes a local stack has, and the environment each of them gets. Pure."""
+"""Which service processes a local stack has, and the environment each of them gets. Pure but for looking where a model lies."""
 
 import signal
 import sys
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from service_kit.model_manifest import find_model
 from sluice.local.child import ChildSpec
 
 
@@ -101,7 +102,7 @@ def _own_environment(
                 "SLUICE_WORKER_LISTEN": instance.address,
                 "SLUICE_WORKER_ADVERTISE": instance.address,
                 "SLUICE_SCHEDULERS": schedulers,
-                "SLUICE_MODEL_DIR": str(context.models_directory / instance.model),
+                "SLUICE_MODEL_DIR": str(_model_path(context.models_directory, instance.model)),
                 "SLUICE_ENGINE": context.engine,
             }
         case Service.GATEWAY:
@@ -111,3 +112,8 @@ def _own_environment(
                 "SLUICE_SCHEDULERS": schedulers,
                 "SLUICE_MODELS_DIR": str(context.models_directory),
             }
+
+
+def _model_path(models_directory: Path, name: str) -> Path:
+    """Of a model that is not there yet, the directory that a worker waits for."""
+    return find_model(models_directory, name) or models_directory / name

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from service_kit.model_manifest import ModelFilesError, list_manifests, read_manifest
+from service_kit.tokenizer_files import read_tokenizer_text
 from sluice.errors import UserError
 from sluice.home import Home
 
@@ -73,7 +74,7 @@ def evaluate(
     directories = list_manifests(home.models)
     settings = EngineSettings(block_size=_BLOCK_SIZE, token_budget=_STEP_TOKENS, max_running=1)
     for model in models:
-        tokenizer = Tokenizer.from_file(str(directories[model] / "tokenizer.json"))
+        tokenizer = Tokenizer.from_str(read_tokenizer_text(directories[model]))
         token_ids = tokenizer.encode(EVALUATION.read(), add_special_tokens=False).ids
         num_windows = min(max_windows or len(token_ids), len(token_ids) // WINDOW)
         for kv_dtype in kv_dtypes:

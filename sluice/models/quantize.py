@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, ModelManifest
+from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, ModelManifest, find_model
 from sluice.errors import UserError
 from sluice.home import Home
 from sluice.models.pull import building
@@ -10,8 +10,8 @@ from sluice.models.pull import building
 
 def quantize(home: Home, name: str, out: str, on_progress: Callable[[float], None]) -> ModelManifest:
     """Put model `out`, the int8 form of model `name`, into the cache. Raises UserError; nothing half done stays."""
-    source, target = home.models / name, home.models / out
-    if not (source / MANIFEST_NAME).exists():
+    source, target = find_model(home.models, name), home.models / out
+    if source is None:
         raise UserError(f"the model {name} is not in {home.models}; fetch it with: sluice models pull {name}")
     if (target / MANIFEST_NAME).exists():
         raise UserError(f"{out} is there already; choose another name with --out or remove {target}")
