@@ -16,7 +16,7 @@ Contents = dict[str, dict[str, Any]]
 
 _READ_ALL = """
 local all = {}
-for _, key in ipairs(redis.call('KEYS', '*')) do
+for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
   local kind, content = redis.call('TYPE', key).ok, {}
   if kind == 'zset' then
     content = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
@@ -39,10 +39,10 @@ class Live:
     is_delayed: bool = False
 
 
-async def read_contents(client: Redis) -> Contents:
-    """Everything in the database, which holds one model's queue, but the global keys."""
+async def read_contents(client: Redis, pattern: str = "*") -> Contents:
+    """Everything in the database, which holds one model's queue, but the global keys; `pattern` says of which keys."""
     contents: Contents = {}
-    for key, flat in await client.eval(_READ_ALL, 0):  # type: ignore[misc]
+    for key, flat in await client.eval(_READ_ALL, 0, pattern):  # type: ignore[misc]
         name = key.decode()
         if name not in GLOBAL_KEYS:
             pairs = zip(flat[::2], flat[1::2], strict=True)

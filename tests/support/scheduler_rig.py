@@ -28,6 +28,7 @@ from state_store.model import GenerationRecord, ModelKey, NewGeneration, Priorit
 from state_store.ports import Store
 from state_store.quota.memory import MemoryQuota
 from state_store.quota.records import QuotaRecords
+from state_store.quota.redis_quota import RedisQuota
 
 MODEL_KEY = ModelKey(revision="r1", precision="fp32")
 TENANT = TenantId("tenant-a")
@@ -124,7 +125,7 @@ async def running_scheduler(
     shares_prefixes: bool = False,
     clock: ManualClock | None = None,
     internal_token: str | None = None,
-    quota: MemoryQuota | None = None,
+    quota: MemoryQuota | RedisQuota | None = None,
 ) -> AsyncIterator[SchedulerRig]:
     """A scheduler that serves gRPC; its loops do not run by themselves. `internal_token` is what it says to workers; without
     `quota` nothing is counted."""
