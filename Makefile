@@ -48,10 +48,10 @@ bench-core: $(READY) ## how the engine's core behaves on the small real model, e
 	$(BIN)/sluice models pull smollm2-135m-instruct
 	$(BIN)/python -m bench.engine_core
 
-bench-engine: $(READY) $(KERNELS) ## how fast the engine is alone, through gRPC, and beside the peers that SLUICE_BENCH_PEERS names: ARGS=...
+bench-engine: $(READY) $(KERNELS) ## how fast the engine is alone, through gRPC, and beside the peers in SLUICE_BENCH_PEERS: ONLY="32 one", ARGS=...
 	$(BIN)/sluice models pull smollm2-135m-instruct
 	test -d .sluice/models/smollm2-135m-instruct-int8 || $(BIN)/sluice models quantize smollm2-135m-instruct
-	$(BIN)/python -m bench.engine $(ARGS)
+	$(BIN)/python -m bench.engine $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 bench-recovery: TRIALS = 30
 bench-recovery: $(READY) ## how long streams pause when a process dies or hangs, each figure with its limit: TRIALS=30

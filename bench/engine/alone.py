@@ -1,6 +1,5 @@
 """The engine alone, in one process: `python -m bench.engine.alone --model DIR`. Prints one JSON line."""
 
-import argparse
 import statistics
 import sys
 import time
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from bench.engine.workload import Workload, add_arguments, print_result, workload_of
+from bench.engine.workload import Workload, make_parser, serve, workload_of
 from gpu_worker.engine.engine import NativeEngine
 from gpu_worker.engine.loading import load_parts, make_engine
 from gpu_worker.engine.port import SequenceSpec
@@ -52,27 +51,35 @@ def run(engine: NativeEngine, workload: Workload) -> tuple[float, list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--kv-dtype", default="float32")
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     tokens_each = arguments.prompt_tokens + arguments.output_tokens
-    # As the peers do it: room for everything, whatever a step takes, and no time for the cache of prefixes.
+    # As the peers do it: room for everything, whatever a step takes, one token a step, and no cached prefixes.
     settings = EngineSettings(
         threads=arguments.threads,
         kv_dtype=arguments.kv_dtype,
         max_running=max(64, arguments.requests),
         num_blocks=max(512, arguments.requests * (-(-tokens_each // 16) + 1) + 64),
         target_step_ms=None,
+        speculation="off",
     )
     parts = load_parts(Path(arguments.model), settings)
     workload = workload_of(arguments, vocab_size=parts.capabilities.vocab_size)
     run(make_engine(parts, settings), replace(workload, output_tokens=min(_WARM_UP_TOKENS, workload.output_tokens)))
-    seconds, decode_steps = run(make_engine(parts, settings), workload)
-    step_ms = 1000 * statistics.median(decode_steps) if decode_steps else 0.0
-    print_result(workload, wall_s=seconds, step_ms=step_ms, threads=parts.capabilities.details["threads"])
+
+    def measure() -> dict[str, object]:
+        seconds, decode_steps = run(make_engine(parts, settings), workload)
+        return {
+            "wall_s": seconds,
+            "output_tokens_per_s": workload.total_output_tokens / seconds,
+            "step_ms": 1000 * statistics.median(decode_steps) if decode_steps else 0.0,
+            "threads": parts.capabilities.details["threads"],
+        }
+
+    serve(arguments, measure)
     return 0
 
 

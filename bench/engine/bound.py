@@ -4,20 +4,19 @@ Every product of the step by the fastest one that is at hand, and the keys and v
 memory. Measured with real weights, layer by layer, so that a product finds its weights where a step finds them.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from bench.engine.workload import add_arguments
+from bench.engine.workload import make_parser, serve
 from gpu_worker.engine.host_resources import available_threads
 from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.models.config import ModelConfig, read_model_config
@@ -37,32 +36,39 @@ class _Both:
         self.num_inputs = weight.shape[1]
 
 
-def products_ms(directory: Path, config: ModelConfig, num_rows: int) -> dict[str, float]:
-    """Of all products of a step, by each way that is at hand."""
-    made: list[_Both] = []
-    factory = LinearFactory()
+class Products:
+    """All products of a step of one model."""
 
-    def collect(weight: torch.Tensor, _bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> _Both:
-        made.append(_Both(factory, weight, scale))
-        return made[-1]
+    def __init__(self, directory: Path, config: ModelConfig, num_rows: int) -> None:
+        self._made: list[_Both] = []
+        factory = LinearFactory()
 
-    LlamaModel.load(directory, config, device=torch.device("cpu"), dtype=torch.float32, make_linear=collect)  # type: ignore[arg-type]
-    rows = {both.num_inputs: torch.randn(num_rows, both.num_inputs) for both in made}
+        def collect(weight: torch.Tensor, _bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> _Both:
+            self._made.append(_Both(factory, weight, scale))
+            return self._made[-1]
 
-    def packed() -> None:
-        for both in made:
-            both.packed(rows[both.num_inputs])
+        make_linear: Any = collect
+        device = torch.device("cpu")
+        LlamaModel.load(directory, config, device=device, dtype=torch.float32, make_linear=make_linear)
+        self._rows = {both.num_inputs: torch.randn(num_rows, both.num_inputs) for both in self._made}
 
-    def plain() -> None:
-        for both in made:
+    def ms(self) -> dict[str, float]:
+        """By each way that is at hand."""
+        first = self._made[0]
+        ways: dict[str, Callable[[], None]] = {first.packed.name: self._packed}
+        if first.plain is not None:
+            ways["torch"] = self._plain
+        with torch.inference_mode():
+            return {name: median_ms(way) for name, way in ways.items()}
+
+    def _packed(self) -> None:
+        for both in self._made:
+            both.packed(self._rows[both.num_inputs])
+
+    def _plain(self) -> None:
+        for both in self._made:
             assert both.plain is not None
-            torch_linear(rows[both.num_inputs], both.plain)
-
-    ways: dict[str, Callable[[], None]] = {made[0].packed.name: packed}
-    if made[0].plain is not None:
-        ways["torch"] = plain
-    with torch.inference_mode():
-        return {name: median_ms(way) for name, way in ways.items()}
+            torch_linear(self._rows[both.num_inputs], both.plain)
 
 
 def read_gb_per_s() -> float:
@@ -82,21 +88,29 @@ def median_ms(call: Callable[[], object]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
+    parser = make_parser(__doc__)
     parser.add_argument("--kv-dtype", default="float32")
     arguments = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     torch.set_num_threads(available_threads())
     directory = Path(arguments.model)
     config = replace(read_model_config(directory), is_int8=read_manifest(directory).precision == "int8")
-    ways = products_ms(directory, config, arguments.requests)
-    bandwidth = read_gb_per_s()
+    products = Products(directory, config, arguments.requests)
+    # Half of the output is there on average.
     context = arguments.prompt_tokens + arguments.output_tokens // 2
     kv_bytes = config.kv_bytes_per_token(getattr(torch, arguments.kv_dtype).itemsize) * context * arguments.requests
-    kv_ms = kv_bytes / 1e6 / bandwidth
-    result = {"bound_ms": min(ways.values()) + kv_ms, "kv_ms": kv_ms, "read_gb_per_s": bandwidth, "products_ms": ways}
-    print(json.dumps(result), flush=True)
+
+    def measure() -> dict[str, object]:
+        ways, bandwidth = products.ms(), read_gb_per_s()
+        kv_ms = kv_bytes / 1e6 / bandwidth
+        return {
+            "bound_ms": min(ways.values()) + kv_ms,
+            "kv_ms": kv_ms,
+            "read_gb_per_s": bandwidth,
+            "products_ms": ways,
+        }
+
+    serve(arguments, measure)
     return 0
 
 

@@ -158,7 +158,7 @@ async def measure(num_streams: int, seconds: float) -> dict[str, float]:
     async with serving(num_streams) as (pid, taker), asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(taker.say()), tasks.create_task(taker.take())]
         await asyncio.sleep(_WARM_UP_S)
-        engine_pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        engine_pid = _child_of(pid)
         rates, memory, cpu = [], [], [_cpu_s(each) for each in (pid, engine_pid)]
         began = time.monotonic()
         while (started := time.monotonic()) < began + seconds:
@@ -181,6 +181,10 @@ async def measure(num_streams: int, seconds: float) -> dict[str, float]:
         "num_ends": float(taker.num_ends),
         "num_batches": float(taker.num_batches),
     }
+
+
+def _child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def _cpu_s(pid: int) -> float:

@@ -1,43 +1,53 @@
-"""Results of interleaved rounds as tables. Pure."""
+"""What was measured as tables of the page. Pure."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-Results = Mapping[tuple[str, str], Sequence[float]]
-"""By contestant and workload: output tokens per second of each round; for "prompt" 1 / time to first token."""
+from bench.engine.rounds import Samples, describe, ratios, series
+from bench.figures import Figure
 
 START, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def ratio(results: Results, ours: tuple[str, str], theirs: tuple[str, str]) -> str | None:
-    """Median, least and most of the rounds' ratios; None without a round that has both."""
-    pairs = [a / b for a, b in zip(results.get(ours, ()), results.get(theirs, ()), strict=False)]
-    if not pairs:
-        return None
-    return f"{statistics.median(pairs):.2f} ({min(pairs):.2f} to {max(pairs):.2f})"
+def speed_table(samples: Samples, workloads: Sequence[str]) -> list[str]:
+    """Medians: output tokens a second; for "prompt" the time to the first token."""
+    names = [name for name in dict.fromkeys(name for name, _ in samples) if not name.startswith("bound")]
+    lines = [
+        f"| output tokens/s (prompt: time to first token) | {' | '.join(workloads)} |",
+        "|---" * (len(workloads) + 1) + "|",
+    ]
+    return lines + [f"| {name} | {' | '.join(_speed(samples, name, work) for work in workloads)} |" for name in names]
 
 
-def speed_table(results: Results, contestants: Sequence[str], workloads: Sequence[str]) -> list[str]:
-    """Medians of what was measured."""
+def bound_table(samples: Samples, precisions: Sequence[str]) -> list[str]:
+    """Decode steps against what they cannot be faster than."""
+    lines = [
+        "| decode step | step / bound | step, ms | bound, ms | of it fastest products | of it KV |",
+        "|---" * 6 + "|",
+    ]
+    for precision in precisions:
+        for workload in ("32", "64"):
+            steps = series(samples, f"alone {precision}", workload, "step_ms")
+            bounds = series(samples, f"bound {precision}", workload, "bound_ms")
+            if not steps or not bounds:
+                continue
+            kv_ms = statistics.median(series(samples, f"bound {precision}", workload, "kv_ms"))
+            middle = [statistics.median(steps), statistics.median(bounds), statistics.median(bounds) - kv_ms, kv_ms]
+            shown = " | ".join(f"{figure:.1f}" for figure in middle)
+            lines.append(f"| {precision}, {workload} | {describe(ratios(steps, bounds))} | {shown} |")
+    return lines if len(lines) > 2 else []  # noqa: PLR2004 - the head
 
-    def cell(contestant: str, workload: str) -> str:
-        speeds = results.get((contestant, workload))
-        if not speeds:
-            return "–"
-        median = statistics.median(speeds)
-        return f"{1 / median:.2f} s" if workload == "prompt" else f"{median:.0f}"
 
-    return _table("output tokens/s (prompt: time to first token)", contestants, workloads, cell)
-
-
-def ratio_table(results: Results, ours: Sequence[str], peer: str, workloads: Sequence[str]) -> list[str]:
-    """Ours against one peer, how many times as fast."""
-    return _table(
-        f"times as fast as {peer}",
-        ours,
-        workloads,
-        lambda name, work: ratio(results, (name, work), (peer, work)) or "–",
-    )
+def figure_table(figures: Sequence[Figure]) -> list[str]:
+    """Each figure with its limit; for ratios the least and the most of the rounds."""
+    lines = ["| figure | measured | limit | kept | |", "|---" * 5 + "|"]
+    for figure in figures:
+        limits = [
+            f"{sign} {limit:g}" for sign, limit in (("≥", figure.at_least), ("≤", figure.at_most)) if limit is not None
+        ]
+        kept = "yes" if figure.is_kept else "no"
+        lines.append(f"| {figure.name} | {figure.value:.4g} | {', '.join(limits)} | {kept} | {figure.note} |")
+    return lines
 
 
 def replace_between(text: str, lines: Sequence[str]) -> str:
@@ -49,6 +59,9 @@ def replace_between(text: str, lines: Sequence[str]) -> str:
     return before + "\n".join([START, "", *lines, "", END]) + after
 
 
-def _table(title: str, rows: Sequence[str], columns: Sequence[str], cell: Callable[[str, str], str]) -> list[str]:
-    head = [f"| {title} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    return head + [f"| {row} | {' | '.join(cell(row, column) for column in columns)} |" for row in rows]
+def _speed(samples: Samples, name: str, workload: str) -> str:
+    if workload == "prompt":
+        seconds = series(samples, name, workload, "wall_s")
+        return f"{statistics.median(seconds):.2f} s" if seconds else "–"
+    rates = series(samples, name, workload, "output_tokens_per_s")
+    return f"{statistics.median(rates):.0f}" if rates else "–"
