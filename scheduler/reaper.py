@@ -30,6 +30,10 @@ WATCHERS_RETURN = timedelta(seconds=6)
 """How soon watchers are known again after the log was away or emptied: gateways attach when they are connected again, and
 renew every 5 s."""
 
+FIRST_WATCH = timedelta(seconds=5)
+"""How soon a generation is first watched: its id is drawn before the call is submitted, which on a busy machine takes more
+than a moment. Grace does not run before."""
+
 CLOCK_SKEW = timedelta(milliseconds=500)
 """By how much this machine's clock may be ahead of that of the log's server without ending what is being read."""
 MAX_STANDSTILL = 0.25
@@ -212,7 +216,7 @@ class Reaper:
                 for (generation_id, grace), last in zip(page, watched, strict=True)
                 if is_unwatched_for_too_long(
                     last_watched_at=last,
-                    created_at=minted_at(generation_id),
+                    created_at=minted_at(generation_id) + (FIRST_WATCH if last is None else timedelta(0)),
                     watching_known_since=max(watching_known_since, kept_since + WATCHERS_RETURN),
                     grace=grace,
                     now=now,

@@ -103,3 +103,21 @@ async def test_what_is_being_read_is_not_cancelled_however_short_its_grace() -> 
         clock.advance(1)
         await rig.parts.reaper.run_once()
         assert (await rig.record(record.generation_id)).cancel_cause is CancelCause.GRACE
+
+
+async def test_a_call_that_is_still_being_submitted_has_time_to_watch_however_short_its_grace() -> None:
+    clock = PassingClock(started=_now() - timedelta(seconds=20))
+    log = MemoryDeltaLog(clock.now)
+    stores = Stores(store=MemoryStore(), log=log, queue=MemoryAdmissionQueue(clock.now), redis=None)
+    async with running_scheduler(stores, clock=clock) as rig:
+        await rig.parts.reaper.run_once()
+        clock.advance(20)  # to when ids are drawn; watching is known by then
+        read, unread = [await rig.submit(make_generation(grace=timedelta(0))) for _ in range(2)]
+        clock.advance(4)
+        await rig.parts.reaper.run_once()
+        assert (await rig.record(unread.generation_id)).state is State.QUEUED
+        await log.attach_many(GatewayId("gateway-a"), [(read.generation_id, 0)])
+        clock.advance(2)
+        await rig.parts.reaper.run_once()
+        assert (await rig.record(read.generation_id)).state is State.QUEUED
+        assert (await rig.record(unread.generation_id)).cancel_cause is CancelCause.GRACE
