@@ -1,7 +1,6 @@
 """Tenants, keys, limits and changes as the command line shows and reads them."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from service_kit.errors import InvalidArgumentError
 from service_kit.ids import KeyId, TenantId
@@ -82,17 +81,18 @@ def parse_class(text: str) -> PriorityClass:
         raise UserError(f"--max-class {text!r}: must be interactive, standard or batch") from None
 
 
-def changed_limits(before: QuotaLimits, wishes: Mapping[str, str | None]) -> QuotaLimits:
-    """The limits with those that `wishes` names: a number, or "unlimited". Raises UserError."""
+def parse_limits(wishes: Mapping[str, str | None]) -> dict[str, int | None]:
+    """The limits that `wishes` names: a number, or "unlimited", which is None. Raises UserError."""
     named = {name: text for name, text in wishes.items() if text is not None}
     if not named:
         raise UserError(f"name at least one limit: {', '.join(_option(name) for name in LIMIT_NAMES)}")
     values = {name: _parse_limit(name, text) for name, text in named.items()}
     try:
-        return check_limits(replace(before, **values), "limits")
+        check_limits(QuotaLimits(**values), "limits")
     except InvalidArgumentError as error:
         name = error.field.rpartition(".")[2]
         raise UserError(f"{_option(name)} {named.get(name)}: {error.violations[0].description}") from None
+    return values
 
 
 async def find_tenant(store: TenantStore, tenant_id: TenantId) -> Tenant:

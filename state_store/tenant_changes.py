@@ -53,7 +53,7 @@ def changed_tenant(tenant: Tenant, change: TenantChange, now: datetime) -> Tenan
         weight=change.weight if change.weight is not None else tenant.weight,
         max_class=change.max_class if change.max_class is not None else tenant.max_class,
         allowed_models=None if change.allows_all_models else models,
-        limits=change.limits if change.limits is not None else tenant.limits,
+        limits=_changed_limits(tenant.limits, change),
         disabled_at=disabled_at,
     )
 
@@ -62,7 +62,7 @@ def changed_key(key: ApiKey, change: KeyChange) -> ApiKey:
     return replace(
         key,
         name=change.name if change.name is not None else key.name,
-        limits=change.limits if change.limits is not None else key.limits,
+        limits=_changed_limits(key.limits, change),
         expires_at=change.expires_at if change.expires_at is not None else key.expires_at,
     )
 
@@ -105,6 +105,10 @@ def rotation_details(old: ApiKey, new: ApiKey, replaced: ApiKey) -> dict[str, st
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     """What changed to what; empty when nothing did, and then nothing is written."""
     return {name: f"{before[name]} -> {value}" for name, value in after.items() if before[name] != value}
+
+
+def _changed_limits(limits: QuotaLimits, change: TenantChange | KeyChange) -> QuotaLimits:
+    return replace(change.limits if change.limits is not None else limits, **change.named_limits)
 
 
 def _limit_details(limits: QuotaLimits) -> dict[str, str]:

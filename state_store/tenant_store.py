@@ -5,7 +5,7 @@ Every change is one transaction with its audit entry: both are written or none. 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Protocol
@@ -27,7 +27,8 @@ class NewTenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantChange:
-    """What is None stays. `allows_all_models` clears `allowed_models`; `limits` replaces all of them."""
+    """What is None stays. `allows_all_models` clears `allowed_models`; `limits` replaces all of them, `named_limits` those
+    that it names: None takes one away."""
 
     name: str | None = None
     weight: float | None = None
@@ -35,6 +36,7 @@ class TenantChange:
     allowed_models: tuple[str, ...] | None = None
     allows_all_models: bool = False
     limits: QuotaLimits | None = None
+    named_limits: Mapping[str, int | None] = field(default_factory=dict)
     is_disabled: bool | None = None
 
 
@@ -52,10 +54,11 @@ class NewKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange:
-    """What is None stays."""
+    """What is None stays; limits as for tenants."""
 
     name: str | None = None
     limits: QuotaLimits | None = None
+    named_limits: Mapping[str, int | None] = field(default_factory=dict)
     expires_at: datetime | None = None
 
 

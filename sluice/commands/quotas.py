@@ -8,7 +8,7 @@ from sluice.commands.database import Dsn, with_store
 from sluice.errors import UserError
 from sluice.keys import operator, parse_tenant
 from sluice.listing import Format, Value, write_rows
-from sluice.tenants import QUOTA_COLUMNS, changed_limits, find_key, find_tenant, quota_fields
+from sluice.tenants import QUOTA_COLUMNS, find_key, find_tenant, parse_limits, quota_fields
 from state_store.postgres.store import PostgresStore
 from state_store.tenant_changes import LIMIT_NAMES
 from state_store.tenant_store import KeyChange, TenantChange
@@ -64,10 +64,10 @@ def set_command(
 
     async def change(store: PostgresStore) -> Tenant | ApiKey:
         subject = await _find(store, tenant, key)
-        limits = changed_limits(subject.limits, wishes)
+        limits = parse_limits(wishes)
         if isinstance(subject, Tenant):
-            return await store.update_tenant(subject.tenant_id, TenantChange(limits=limits), actor=operator())
-        return await store.update_key(subject.key_id, KeyChange(limits=limits), actor=operator())
+            return await store.update_tenant(subject.tenant_id, TenantChange(named_limits=limits), actor=operator())
+        return await store.update_key(subject.key_id, KeyChange(named_limits=limits), actor=operator())
 
     _show(with_store(dsn, change), form)
 

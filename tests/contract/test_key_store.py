@@ -79,6 +79,15 @@ async def test_a_key_needs_a_tenant_and_an_id_and_prefix_of_its_own(store: Store
     assert (await actions(store, KEY), await actions(store, NEW)) == (["key.create"], [])
 
 
+async def test_limits_of_a_key_named_by_changes_at_once_all_hold_and_the_others_stay(store: Store) -> None:
+    key = await made(store, limits=LIMITS)
+    named = {"requests_per_minute": None, "tokens_per_minute": 8, "tokens_per_month": 9}
+    changes = [KeyChange(named_limits={name: limit}) for name, limit in named.items()]
+    await asyncio.gather(*(store.update_key(KEY, change, actor=ACTOR) for change in changes))
+    limits = replace(LIMITS, requests_per_minute=None, tokens_per_minute=8, tokens_per_month=9)
+    assert await store.find_key("a") == replace(key, limits=limits)
+
+
 async def test_a_key_changes_in_what_is_named_and_only_changes_are_written_down(store: Store) -> None:
     key = await made(store, limits=LIMITS)
     assert await store.update_key(KEY, KeyChange(name="ci"), actor="key:boss") == replace(key, name="ci")

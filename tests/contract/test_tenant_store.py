@@ -97,6 +97,22 @@ async def test_a_change_touches_what_it_names_and_is_written_down(store: Store) 
     assert await store.get_tenant(TENANT) == none
 
 
+async def test_limits_named_by_changes_at_once_all_hold_and_the_others_stay(store: Store) -> None:
+    await add_tenant(store, TENANT, limits=LIMITS)
+    named = {"requests_per_minute": 100, "max_concurrent": None, "tokens_per_day": 7}
+    changes = [TenantChange(named_limits={name: limit}) for name, limit in named.items()]
+    await asyncio.gather(*(store.update_tenant(TENANT, change, actor=ACTOR) for change in changes))
+    tenant = await store.get_tenant(TENANT)
+    assert tenant is not None
+    assert tenant.limits == replace(LIMITS, requests_per_minute=100, max_concurrent=None, tokens_per_day=7)
+    *changed, _ = await store.list_audit(target=TENANT, before=None, limit=9)
+    assert sorted(text for entry in changed for text in entry.details.items()) == [
+        ("limits.max_concurrent", "3 -> unlimited"),
+        ("limits.requests_per_minute", "1 -> 100"),
+        ("limits.tokens_per_day", "4 -> 7"),
+    ]
+
+
 async def test_a_tenant_is_disabled_once_and_enabled_again(store: Store) -> None:
     await add_tenant(store, TENANT)
     disable, enable = TenantChange(is_disabled=True), TenantChange(is_disabled=False)
