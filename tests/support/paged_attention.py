@@ -1,12 +1,16 @@
 """Drives an attention backend through steps, and the dense fp64 computation that it is compared with."""
 
+import dataclasses
 import itertools
 import math
+import os
 import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +18,9 @@ from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.port import AttentionBackend, AttentionShape, ScoreRule, SequenceRows
 from gpu_worker.attention.reference import ReferenceAttention
 from gpu_worker.kernels.library import CpuKernels, load_cpu_kernels
+
+if TYPE_CHECKING:
+    from gpu_worker.attention.triton import TritonAttention
 
 Step = list[tuple[int, int]]
 """(sequence, rows) in packed order."""
@@ -66,8 +73,30 @@ def make_backend(name: str, shape: AttentionShape, kv_dtype: torch.dtype = torch
         for memory in (reference.keys, reference.values):
             memory[:, :-1].fill_(math.nan)
         return reference
+    if name == "triton":
+        return make_triton(shape, kv_dtype)
     backend = CpuAttention(shape, need_kernels(), kv_dtype)
     backend.blocks.fill_(math.nan)
+    return backend
+
+
+def make_triton(
+    shape: AttentionShape, kv_dtype: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32
+) -> "TritonAttention":
+    """The kernels on the GPU, or interpreted on the CPU. Memory as in make_backend; contexts are split from 128 keys on."""
+    pytest.importorskip("triton", reason="Triton is made for Linux on x86-64")
+    from gpu_worker.attention.triton import TritonAttention  # noqa: PLC0415 - not there everywhere
+
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if is_interpreted:
+        from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415
+
+        # Not that every sum of integers be computed twice, to see whether it overflows.
+        interpreter_builder.options = dataclasses.replace(interpreter_builder.options, sanitize_overflow=False)
+    device = torch.device("cpu" if is_interpreted else "cuda")
+    backend = TritonAttention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype, least_split_keys=64)
+    for memory in (backend.keys, backend.values):
+        memory.fill_(math.nan)
     return backend
 
 
@@ -102,14 +131,22 @@ class Run:
             )
             slices.append((self.sequences[number], slice(start, start + count)))
         attend = self.backend.begin_step(rows)
+        device = getattr(self.backend, "device", torch.device("cpu"))
         query, key, value = (
-            torch.cat([getattr(heads, part)[at] for heads, at in slices]) for part in ("query", "key", "value")
+            torch.cat([getattr(heads, part)[at] for heads, at in slices]).to(device)
+            for part in ("query", "key", "value")
         )
-        packed = torch.stack([attend(layer, query, key, value) for layer in range(self.shape.num_layers)])
+        with np.errstate(all="ignore"):  # Triton's interpreter computes with numpy
+            packed = torch.stack([attend(layer, query, key, value).cpu() for layer in range(self.shape.num_layers)])
         return list(packed.split([count for _, count in step], dim=1))
 
     def result(self, number: int) -> torch.Tensor:
         return torch.cat(self.outputs[number], dim=1)
+
+
+def sized(lengths: list[int], backend: str) -> list[int]:
+    """Half the lengths for the backend that an interpreter runs."""
+    return [-(-length // 2) for length in lengths] if backend == "triton" else lengths
 
 
 def place(shape: AttentionShape, lengths: list[int], rng: random.Random) -> list[tuple[int, ...]]:
