@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM as _AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from gpu_worker.artifacts.weights import WeightsError
 from gpu_worker.attention.layered import LayerGeometry
@@ -133,6 +134,7 @@ def _refusing(model_type: str) -> Iterator[None]:
 
 def _read_weights(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Raises WeightsError, also for tensors that are missing, unexpected or of another shape."""
+    disable_progress_bar()
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
             directory,

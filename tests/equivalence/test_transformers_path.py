@@ -1,0 +1,219 @@
+"""Models of other families, in the whole engine over paged attention, against eager transformers.
+
+The contract of each architecture: with a cache too small for all, so that sequences are cut, preempted and computed again,
+and with one that resumes, every row of logits that a token is drawn from is that of one plain forward of its sequence.
+"""
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from gpu_worker.artifacts.weights import WeightsError
+from gpu_worker.engine.loading import EngineParts, load_parts, make_engine
+from gpu_worker.engine.settings import EngineSettings
+from gpu_worker.models import transformers_model
+from gpu_worker.models.transformers_attention import Observer
+from gpu_worker.models.transformers_linears import PackedLinear
+from gpu_worker.models.transformers_refusals import UnsupportedArchitectureError
+from service_kit.model_manifest import read_manifest
+from tests.support.engine_runs import make_spec, run_to_end
+from tests.support.tiny_decoders import REFUSED, SERVED, make_config_only, make_tiny_decoder
+from tests.support.tiny_models import encode
+
+TOLERANCE = 1e-4
+NUM_OUTPUT = 12
+PROMPTS = {
+    "long": encode("The quick brown fox jumps over the lazy dog and sleeps in sun."),
+    "short": encode("x"),
+    "other": encode("Pack my box."),
+    "resumed": encode("0123456789 abcdefghijk"),
+}
+RESUMED_OUTPUT = encode("lmno")
+# The long sequence, of a higher class, comes when the others have about 15 blocks, and needs 16 at once.
+TIGHT = EngineSettings(threads=1, num_blocks=24, block_size=4, token_budget=20, max_running=4)
+LATE, LATE_STEP = "long", 6
+CHECK = EngineSettings(threads=1, num_blocks=40, block_size=8)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The directory of a served model."""
+
+    @cache
+    def make(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        make_tiny_decoder(directory, *SERVED[name])
+        return directory
+
+    return make
+
+
+def run_recorded(parts: EngineParts, settings: EngineSettings):
+    """Tokens of each sequence at its end, and the logits each was drawn from by (sequence, tokens before it)."""
+    recorded: dict[tuple[str, int], torch.Tensor] = {}
+    compute = parts.runner.logits
+
+    def record(plan):
+        rows = compute(plan)
+        drawn = [planned for planned in plan.sequences if planned.is_sampled]
+        recorded.update(
+            {
+                (planned.sequence_id, planned.context_length): row.clone()
+                for planned, row in zip(drawn, rows, strict=True)
+            }
+        )
+        return rows
+
+    parts.runner.logits = record
+    engine = make_engine(parts, settings)
+    outputs = {"resumed": RESUMED_OUTPUT}
+    specs = {
+        name: make_spec(
+            name,
+            prompt,
+            output=outputs.get(name, ()),
+            max_output_tokens=NUM_OUTPUT,
+            priority=0 if name == LATE else 1,
+        )
+        for name, prompt in PROMPTS.items()
+    }
+    late = specs.pop(LATE)
+
+    def after_step():
+        engine.check_integrity()
+        if engine.load_report().step == LATE_STEP:
+            engine.add(late)
+
+    results = run_to_end(engine, specs.values(), after_step=after_step)
+    sequences = {name: (*prompt, *outputs.get(name, ()), *results[name].token_ids) for name, prompt in PROMPTS.items()}
+    assert engine.load_report().num_preempted > 0
+    return sequences, recorded
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_packed_cut_preempted_and_resumed_logits_are_those_of_eager_transformers(name, made):
+    parts = load_parts(made(name), TIGHT)
+    sequences, ours = run_recorded(parts, TIGHT)
+    eager = AutoModelForCausalLM.from_pretrained(made(name), dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        theirs = {
+            key: eager(torch.tensor([token_ids]), use_cache=False).logits[0] for key, token_ids in sequences.items()
+        }
+    largest = max(float(logits.abs().max()) for logits in theirs.values())
+    assert min(float(logits.std()) for logits in theirs.values()) > 0.5, "small logits would compare little"
+    errors = {place: float((row - theirs[place[0]][place[1] - 1]).abs().max()) / largest for place, row in ours.items()}
+    assert len(errors) == 4 * NUM_OUTPUT - len(RESUMED_OUTPUT)
+    print(f"{name}: largest relative difference {max(errors.values()):.1e}")
+    assert max(errors.values()) <= TOLERANCE
+    assert (parts.capabilities.details["model_code"], parts.capabilities.is_batch_invariant) == ("transformers", False)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_paged_is_refused_before_its_weights_are_read(name, tmp_path):
+    model_type, fields, reason = REFUSED[name]
+    make_config_only(tmp_path, model_type, fields)
+    with pytest.raises(UnsupportedArchitectureError, match=f"model_type '{model_type}' cannot be served: .*{reason}"):
+        load_parts(tmp_path, CHECK)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Falcon", "none of its layers calls the attention"),
+        ("Mamba-2", "none of its layers calls the attention"),
+        ("gpt-oss", "passes 's_aux' to its attention, that is attention sinks"),
+        ("LFM2", "other logits than in one piece"),
+    ],
+)
+def test_a_model_that_is_not_recognised_is_refused_by_what_it_does(name, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers_model, "refuse_config", lambda _: None)
+    monkeypatch.setattr(transformers_model, "refuse_class", lambda _: None)
+    model_type, fields, _ = REFUSED[name]
+    make_tiny_decoder(tmp_path, model_type, fields)
+    with pytest.raises(UnsupportedArchitectureError, match=reason):
+        load_parts(tmp_path, CHECK)
+
+
+@pytest.mark.parametrize("field", ["window", "scale", "softcap"])
+def test_the_check_at_load_sees_what_is_ignored(field, made, monkeypatch):
+    """Planted faults: attention that does not hear of a layer's window, scale or softcap."""
+    observe = Observer._observe
+
+    def forgetful(*arguments):
+        layer = observe(*arguments)
+        return dataclasses.replace(layer, geometry=dataclasses.replace(layer.geometry, **{field: None}))
+
+    monkeypatch.setattr(Observer, "_observe", forgetful)
+    monkeypatch.setattr(transformers_model, "refuse_windows", lambda *_: None)
+    with pytest.raises(UnsupportedArchitectureError, match="rows have other logits than in one piece"):
+        load_parts(made("Gemma 2"), CHECK)
+
+
+def test_a_window_that_no_layer_tells_is_refused(made, monkeypatch):
+    """The check cannot see a window that is longer than what it runs."""
+    observe = Observer._observe
+
+    def forgetful(*arguments):
+        layer = observe(*arguments)
+        return dataclasses.replace(layer, geometry=dataclasses.replace(layer.geometry, window=None))
+
+    monkeypatch.setattr(Observer, "_observe", forgetful)
+    for name in ("Gemma 2", "Phi-3"):
+        with pytest.raises(UnsupportedArchitectureError, match=r"sliding_window: 1[13], but a layer does not"):
+            load_parts(made(name), CHECK)
+
+
+def test_every_product_is_packed(made):
+    """The head, which is tied to the embedding, and both kinds of linear included."""
+    module = load_parts(made("GPT-2"), CHECK).runner._model._module
+    packed = [each for each in module.modules() if isinstance(each, PackedLinear)]
+    assert len(packed) == 2 * 4 + 1
+    assert {each.linear.name for each in packed} <= {"onednn", "plain"}
+    assert not [each for each in module.modules() if type(each).__name__ in ("Linear", "Conv1D")]
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(made, tmp_path):
+    source = made("StableLM")
+    for path in source.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    taken = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_parts(tmp_path, CHECK)
+    weights |= {"model.layers.1.mlp.up_proj.weight": taken, "model.layers.1.mlp.extra": torch.zeros(3)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"unexpected tensors: model\.layers\.1\.mlp\.extra"):
+        load_parts(tmp_path, CHECK)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="safetensors"):
+        load_parts(tmp_path, CHECK)
+
+
+def test_16_bits_are_served_too(made):
+    settings = dataclasses.replace(CHECK, dtype="bfloat16")
+    parts = load_parts(made("Gemma 2"), settings)
+    assert parts.capabilities.precision == "bf16"
+    results = run_to_end(make_engine(parts, settings), [make_spec("s", PROMPTS["long"], max_output_tokens=4)])
+    assert results["s"].finish.output_tokens == 4
+
+
+def test_an_architecture_that_transformers_does_not_know_is_refused(made, tmp_path):
+    make_config_only(tmp_path, *SERVED["OPT"])
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"opt"', '"no-such-model"'))
+    with pytest.raises(
+        UnsupportedArchitectureError, match="'no-such-model' cannot be served: transformers does not read"
+    ):
+        load_parts(tmp_path, CHECK)
+
+
+def test_the_context_is_no_longer_than_the_models_positions(made, tmp_path):
+    make_tiny_decoder(tmp_path, "gpt2", {**SERVED["GPT-2"][1], "n_positions": 48})
+    dataclasses.replace(read_manifest(tmp_path), context_length=100).write(tmp_path)
+    assert load_parts(tmp_path, CHECK).capabilities.context_length == 48
