@@ -9,13 +9,14 @@ from tests.support.mixed_requests import Remains, Rows, brief_stack, send_and_fo
 
 _NUM_REQUESTS = 2000
 _AT_ONCE = 40
+_KEPT_S = 10
 _CHECKED = 20
 """So many of those that are kept, and of those that are not, are asked for again."""
 
 
 def retention(plan: Plan) -> Sequence[Figure]:
     num_requests = plan.count(_NUM_REQUESTS)
-    with brief_stack(overrides={"SLUICE_LOG_LEVEL": "WARNING"}) as stack:
+    with brief_stack(kept_s=_KEPT_S, overrides={"SLUICE_LOG_LEVEL": "WARNING"}) as stack:
         remains = asyncio.run(
             send_and_forget(stack, num_requests=num_requests, at_once=_AT_ONCE, checked=_CHECKED, timeout_s=120)
         )

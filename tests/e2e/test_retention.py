@@ -13,7 +13,7 @@ NUM_REQUESTS = 30
 
 @pytest.fixture(scope="module")
 def brief() -> Iterator[RunningStack]:
-    with brief_stack() as stack:
+    with brief_stack(kept_s=3) as stack:
         yield stack
 
 

@@ -80,4 +80,4 @@ class Reader:
                 await self._news.wait_for(lambda: condition() or self._is_over)
         if not condition():
             await self._task
-            raise AssertionError("the stream ended early")
+            raise AssertionError(f"the stream ended early, with {len(self.token_ids)} tokens: {self.finished}")

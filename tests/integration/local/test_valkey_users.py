@@ -122,13 +122,13 @@ async def test_the_gateways_user_reads_watches_and_hears_a_log_that_the_schedule
         assert await anext(pushes) is None
         await reader.attach_many(gateway_id, [(generation_id, 0)])
         await reader.watch_many(gateway_id, [generation_id])
+        assert await writer.last_watched_many([generation_id]) != [None]
         await writer.seal_many([SealItem(generation_id=generation_id, attempt=1, terminal=SUCCEEDED)])
         pushed = await anext(pushes)
         assert pushed is not None
         assert [push.generation_id for push in pushed] == [generation_id]
         await reader.read_many([(generation_id, 0)])
         await reader.unwatch_many(gateway_id, [generation_id])
-        assert await writer.last_watched_many([generation_id]) != [None]
         assert await writer.kept_since() <= datetime.now(UTC)
         with pytest.raises((LogUnavailableError, ResponseError)):
             await reader.seal_many([SealItem(generation_id=generation_id, attempt=2, terminal=SUCCEEDED)])
