@@ -15,6 +15,7 @@ from service_kit.garbage import forget_startup_objects
 from service_kit.ids import GatewayId
 from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat, configure_logging, get_logger
+from service_kit.metrics import setup_metrics
 from service_kit.telemetry import setup_tracing
 from service_kit.tls import ServerTls
 from state_store.delta_log.connection import connect_redis
@@ -95,6 +96,7 @@ def main() -> int:
         return 2
     configure_logging(service="gateway", level=config.log_level, log_format=LogFormat(config.log_format))
     tracing = setup_tracing(service_name="gateway", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
+    metrics = setup_metrics(service_name="gateway", otlp_endpoint=config.otlp_endpoint)
     try:
         asyncio.run(serve(config))
     except UnsafeRedisError as error:
@@ -104,6 +106,7 @@ def main() -> int:
         get_logger().error("gateway_start_failed", error=str(error))
         return 1
     finally:
+        metrics.shutdown()
         tracing.shutdown()
     return 0
 

@@ -25,6 +25,7 @@ from service_kit.gguf.files import is_gguf
 from service_kit.grpc_client import open_channel
 from service_kit.grpc_server import GrpcServer, ServerLimits
 from service_kit.logging import configure_logging, get_logger
+from service_kit.metrics import setup_metrics
 from service_kit.model_manifest import MANIFEST_NAME, ModelFilesError, read_manifest
 from service_kit.telemetry import setup_tracing
 
@@ -47,9 +48,10 @@ async def serve(config: WorkerConfig) -> None:
     await _wait_for_model(config.model_directory, config.start, stop)
     if stop.is_set():
         return
-    config.check_engine(read_manifest(config.model_directory).precision)
+    precision = read_manifest(config.model_directory).precision
+    config.check_engine(precision)
     command = EngineCommand(
-        model_directory=config.model_directory, settings=config.engine_settings, environment=_thread_waiting()
+        model_directory=config.model_directory, settings=config.settings_for(precision), environment=_thread_waiting()
     )
     async with _open_schedulers(config) as schedulers:
         announcer = Announcer(
@@ -134,12 +136,14 @@ def main() -> int:
         return 2
     configure_logging(service="gpu_worker", level=config.log_level, log_format=config.log_format)
     tracing = setup_tracing(service_name="gpu_worker", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
+    metrics = setup_metrics(service_name="gpu_worker", otlp_endpoint=config.otlp_endpoint)
     try:
         asyncio.run(serve(config))
     except (EngineLostError, ModelFilesError) as error:
         _log.error("worker_cannot_start", reason=str(error))
         return 1
     finally:
+        metrics.shutdown()
         tracing.shutdown()
     return 0
 

@@ -22,6 +22,7 @@ from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.garbage import forget_startup_objects
 from service_kit.grpc_server import GrpcServer
 from service_kit.logging import configure_logging, get_logger
+from service_kit.metrics import setup_metrics
 from service_kit.telemetry import setup_tracing
 from state_store.delta_log.connection import connect_redis
 from state_store.delta_log.redis_log import RedisDeltaLog
@@ -184,12 +185,14 @@ def main() -> int:
         return 2
     configure_logging(service="scheduler", level=config.log_level, log_format=config.log_format)
     tracing = setup_tracing(service_name="scheduler", trace_dir=config.trace_dir, otlp_endpoint=config.otlp_endpoint)
+    metrics = setup_metrics(service_name="scheduler", otlp_endpoint=config.otlp_endpoint)
     try:
         asyncio.run(serve(config))
     except UnsafeRedisError as error:
         sys.stderr.write(f"scheduler: {error}\n")
         return 2
     finally:
+        metrics.shutdown()
         tracing.shutdown()
     return 0
 

@@ -17,6 +17,7 @@ from opentelemetry import context as otel_context
 from service_kit.errors import InternalError, InvalidArgumentError, SluiceError, UnavailableError
 from service_kit.gate import Authorize, Gate
 from service_kit.logging import get_logger
+from service_kit.metrics import count_call_without_message, count_error
 from service_kit.rpc_status import parse_rpc_error, to_error, to_grpc_status
 from service_kit.telemetry import context_from_traceparent
 from service_kit.tls import ServerTls
@@ -176,12 +177,21 @@ class _Malformed:
 
 
 class _Parser:
-    """A request deserializer whose failure becomes INVALID_ARGUMENT; gRPC itself would make it a bare INTERNAL."""
+    """One call's request deserializer, whose failure becomes INVALID_ARGUMENT; gRPC itself would make it a bare INTERNAL.
+
+    What goes unused is counted: gRPC answers a message that is too large by itself, and then no handler runs.
+    """
 
     def __init__(self, parse: Callable[[bytes], Any]) -> None:
         self._parse = parse
+        self._is_used = False
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            count_call_without_message()
 
     def __call__(self, data: bytes) -> Any:
+        self._is_used = True
         try:
             return self._parse(data)
         except Exception:  # noqa: BLE001 - whatever the parser raises is about the caller's bytes
@@ -250,6 +260,7 @@ async def _fail(error: BaseException, context: Any, method: str) -> NoReturn:
         _log.error("rpc_failed", method=method, request_id=request_id, reason=known.reason, exc_info=error)
     elif isinstance(error, asyncio.CancelledError):
         _log.warning("rpc_handler_cancelled_inside", method=method, request_id=request_id)
+    count_error(known.reason)
     status = to_grpc_status(known, request_id=request_id)
     # What the handler has set travels with the status, which else would take its place.
     told = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
