@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM as _AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as _transformers_logging
 
 from gpu_worker.artifacts.weights import WeightsError
 from gpu_worker.attention.layered import LayerGeometry
@@ -32,7 +32,9 @@ from gpu_worker.models.transformers_refusals import (
     refuse_windows,
 )
 
-AutoModelForCausalLM: Any = _AutoModelForCausalLM  # its methods are not typed
+# Their methods are not typed.
+AutoModelForCausalLM: Any = _AutoModelForCausalLM
+TransformersLogging: Any = _transformers_logging
 _log = structlog.get_logger(__name__)
 _NAMES_SHOWN = 5
 # Buffers that old checkpoints carry and that follow from the config.
@@ -134,7 +136,7 @@ def _refusing(model_type: str) -> Iterator[None]:
 
 def _read_weights(directory: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Raises WeightsError, also for tensors that are missing, unexpected or of another shape."""
-    disable_progress_bar()
+    TransformersLogging.disable_progress_bar()
     try:
         module, report = AutoModelForCausalLM.from_pretrained(
             directory,

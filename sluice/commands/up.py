@@ -20,6 +20,7 @@ from sluice.local.server_state import write_private
 from sluice.local.services import Service
 from sluice.local.stack import LocalStack, StackSettings
 from sluice.models.bring import bring_gguf, is_file_name
+from sluice.models.bring_directory import bring_directory, is_directory_name
 from state_store.postgres.migrate import upgrade
 
 _START_TIMEOUT_S = 180.0
@@ -39,7 +40,10 @@ def up_command(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model to serve: its name in the cache, or a GGUF file; give the option again for each further one."
+            help=(
+                "Model to serve: its name in the cache, a GGUF file, or a directory (with a slash in it); "
+                "give the option again for each further one."
+            )
         ),
     ] = None,
     engine: Annotated[
@@ -59,7 +63,7 @@ def up_command(
     """Run Postgres, Valkey, gateways, schedulers and workers here; Ctrl-C stops them all."""
     home = find_home(data_dir)
     asked = model or [DEFAULT_MODEL if engine is Engine.NATIVE else DEFAULT_SIMULATED_MODEL]
-    names = tuple(dict.fromkeys(bring_gguf(home, each) if is_file_name(each) else each for each in asked))
+    names = tuple(dict.fromkeys(_bring(home, each) for each in asked))
     for name in names:
         require_model(home, name, engine=engine.value)
     settings = StackSettings(
@@ -88,6 +92,13 @@ def up_command(
         finally:
             stack.stop()
     log("sluice", "stopped")
+
+
+def _bring(home: Home, text: str) -> str:
+    """The name of the model that `text` means, which is in the cache then if it names a file or a directory."""
+    if is_file_name(text):
+        return bring_gguf(home, text)
+    return bring_directory(home, text) if is_directory_name(text) else text
 
 
 def _count_models(names: tuple[str, ...]) -> str:
