@@ -1,7 +1,7 @@
 """All tests, in groups side by side: `python -m tests` (or `make test`). Further arguments go to every pytest.
 
-`pytest` alone runs the same tests one after the other. The end-to-end tests mostly wait for processes, often with a limit of
-time, and the others mostly compute: those yield the processor. A directory that is not named belongs to the latter.
+`pytest` alone runs the same tests one after the other. Those of whole processes mostly wait, often with a limit of time, and
+the others mostly compute: the latter yield the processor. A directory that is not named belongs to them.
 """
 
 import os
@@ -27,14 +27,15 @@ class Group:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-_WAITING, _COMPUTING_TOO = ("tests/e2e", "tests/chaos"), "tests/e2e/test_real_model.py"
+_WAITING = ("tests/e2e", "tests/chaos", "tests/integration/worker")
+_COMPUTING_TOO = "tests/e2e/test_real_model.py"
 _OTHERS = sorted({f"tests/{path.parts[1]}" for path in Path("tests").glob("**/test_*.py")} - set(_WAITING))
 GROUPS = (
     Group(name="waiting", arguments=(*_WAITING, f"--ignore={_COMPUTING_TOO}")),
     # One thread of torch: two would often wait for each other, while the other group has a processor.
     Group(
         name="computing",
-        arguments=(*_OTHERS, _COMPUTING_TOO),
+        arguments=(*_OTHERS, _COMPUTING_TOO, *(f"--ignore={path}" for path in _WAITING)),
         niceness=5,
         environment={"OMP_NUM_THREADS": "1"},
     ),
