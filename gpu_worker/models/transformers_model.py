@@ -80,7 +80,7 @@ class TransformersModel:
             probe = Probe.make(config.get_text_config(), context_length)
             with torch.inference_mode():
                 expected = [_eager_logits(module, token_ids.to(device)) for token_ids in probe.sequences]
-                layers = _observe(module, probe.sequences[0].to(device))
+                layers = _observe(module, probe.sequences[0][:1].to(device))
             refuse_windows(config, tuple(layer.geometry.window for layer in layers), context_length)
             if device.type == "cpu" and dtype == torch.float32:
                 linears = pack_linears(module, make_linear or LinearFactory())
