@@ -93,6 +93,7 @@ def instrument(parts: EngineParts, clock: Clock) -> None:
     """Times the products, the attention and the sampler of a loaded model."""
     runner: Any = parts.runner
     model, attention = runner._model, runner._attention  # noqa: SLF001 - a benchmark looks inside
+    model.whole_layers = None  # one call for a layer shows nothing of what is in it
     model.layers = [
         replace(layer, **{name: TimedLinear(getattr(layer, name), name, clock) for name in _LINEARS})
         for layer in model.layers

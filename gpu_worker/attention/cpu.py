@@ -162,6 +162,10 @@ class CpuStep:
     kept: tuple[object, ...]
     num_rows: int
 
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """As AddressedStep has it."""
+        return ctypes.addressof(self.steps[layer]), self.backend.layer_addresses[layer]
+
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         shape = self.backend.shape
         assert query.shape == (self.num_rows, shape.num_heads, shape.head_dim)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gpu_worker.attention.port import AttentionBackend, SequenceRows
+from gpu_worker.attention.reported import reported
 from gpu_worker.engine.execution import Sampled, SampleFailure, SampleRequest
 from gpu_worker.engine.sampler import Sampler
 from gpu_worker.engine.sequence import BlockMoves, PlannedSequence, StepPlan
@@ -24,7 +25,7 @@ class ModelRunner:
         """`on_progress` is called once per layer: a long step of a large model is not a hang."""
         self._model = model
         self._attention = attention
-        self._on_progress = on_progress
+        self._report = on_progress
         self._sampler = Sampler()
 
     def move(self, moves: BlockMoves) -> None:
@@ -43,7 +44,7 @@ class ModelRunner:
         Writes the KV of the planned tokens. Idempotent: the same plan writes the same slots.
         """
         with torch.inference_mode():
-            rows = _pack(plan.sequences)
+            rows = pack_rows(plan.sequences)
             sampled_rows = [
                 row
                 for planned, packed in zip(plan.sequences, rows, strict=True)
@@ -55,7 +56,7 @@ class ModelRunner:
     def log_probabilities(self, plan: StepPlan, next_ids: Sequence[int]) -> torch.Tensor:
         """Of each row's next token, fp32 [T]; a piece of the rows at a time. Writes KV as `logits` does."""
         with torch.inference_mode():
-            chosen, targets = self._forward(plan, _pack(plan.sequences)), self._to_device(list(next_ids))
+            chosen, targets = self._forward(plan, pack_rows(plan.sequences)), self._to_device(list(next_ids))
             found = chosen.new_empty(len(targets), dtype=torch.float32)
             for start in range(0, len(targets), _ROWS_AT_ONCE):
                 piece = slice(start, start + _ROWS_AT_ONCE)
@@ -68,19 +69,14 @@ class ModelRunner:
         positions = [
             position for planned in plan.sequences for position in range(planned.start, planned.context_length)
         ]
-        attend = self._attention.begin_step(rows)
-
-        def attend_and_report(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            self._on_progress()
-            return attend(layer, query, key, value)
-
-        return self._model.forward(self._to_device(token_ids), self._to_device(positions), attend_and_report, chosen)
+        attend = reported(self._attention.begin_step(rows), self._report)
+        return self._model.forward(self._to_device(token_ids), self._to_device(positions), attend, chosen)
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._model.device)
 
 
-def _pack(sequences: tuple[PlannedSequence, ...]) -> list[SequenceRows]:
+def pack_rows(sequences: tuple[PlannedSequence, ...]) -> list[SequenceRows]:
     """Places the rows of the sequences behind each other."""
     first_rows = itertools.accumulate((len(planned.token_ids) for planned in sequences), initial=0)
     return [

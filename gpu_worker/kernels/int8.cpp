@@ -15,6 +15,7 @@
 
 #include <cstring>
 
+#include "calls.h"
 #include "rows.h"
 
 using namespace sluice;
@@ -158,17 +159,6 @@ void multiply_all(const Product& product, int64_t num_rows) {
       }
   }
 }
-
-extern "C" {
-
-// A weight in panels; scales and bias (or none) have a number for each column of all panels.
-struct SluiceInt8 {
-  const int8_t* weights;
-  const float *scales, *bias;
-  int64_t inputs, outputs;
-};
-
-}  // extern "C"
 
 int64_t even(int64_t width) { return width + width % 2; }
 

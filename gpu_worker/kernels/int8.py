@@ -13,7 +13,7 @@ LARGEST_ACTIVATION = 511
 
 
 class _Int8(ctypes.Structure):
-    """SluiceInt8 of int8.cpp."""
+    """SluiceInt8 of calls.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("weights", "scales", "bias")),
@@ -47,6 +47,7 @@ class Int8Kernels:
     products share a workspace."""
 
     def __init__(self, kernels: CpuKernels) -> None:
+        self.library = kernels
         self._functions = kernels.functions
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._workspace_address = 0

@@ -31,6 +31,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sluice_int8_rows": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
     "sluice_int8_after_norm": (None, (*(c_void_p,) * 4, c_float, c_int64, c_void_p, c_void_p, c_int64)),
     "sluice_int8_after_gate": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
+    "sluice_int8_layer": (None, (*(c_void_p,) * 4, c_int64)),
     "sluice_sampling_scratch_size": (c_int64, (c_int64,)),
     "sluice_find_best": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
     "sluice_draw_rows": (None, (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p, c_int64)),

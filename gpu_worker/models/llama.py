@@ -12,7 +12,9 @@ import torch
 
 from gpu_worker.artifacts.checkpoints import open_checkpoint
 from gpu_worker.attention.port import StepAttention
+from gpu_worker.kernels.layer import AddressedStep, Int8Layers, LayerWeights
 from gpu_worker.layers.linear.factory import LinearFactory
+from gpu_worker.layers.linear.int8 import Int8Linear
 from gpu_worker.layers.linear.port import Linear, MakeLinear
 from gpu_worker.layers.norm import Norm, rms_norm
 from gpu_worker.layers.rope import RotaryTable, Rotation
@@ -67,6 +69,7 @@ class LlamaModel:
         self._final_norm = Norm(weight=_own(read([FINAL_NORM])[FINAL_NORM]), eps=config.rms_norm_eps)
         # After the head: packing it needs more memory for a while than anything else, and less is held yet.
         self.layers = [_make_layer(config, index, read, make_linear) for index in range(config.num_layers)]
+        self.whole_layers = _find_whole_layers(config, self.layers)
         self._rotary_table = RotaryTable(
             inverse_frequencies(config.rope, config.head_dim).to(self._embedding.device),
             num_positions=config.max_position_embeddings,
@@ -114,6 +117,14 @@ class LlamaModel:
         """Hidden states [R, hidden_size] behind the last layer, of the chosen rows of packed ids and positions [T]."""
         hidden = self._embedding[token_ids]
         rotation = self._rotary_table.at(positions)
+        if self.whole_layers is not None and isinstance(attend, AddressedStep):
+            delta: torch.Tensor | None = self.whole_layers.run(hidden, rotation.turns, attend)
+        else:
+            delta = self._run_layers(hidden, rotation, attend)
+        hidden = hidden if delta is None else hidden.add_(delta)
+        return hidden if rows is None else hidden[rows]
+
+    def _run_layers(self, hidden: torch.Tensor, rotation: Rotation, attend: StepAttention) -> torch.Tensor | None:
         delta: torch.Tensor | None = None  # what is still to be added to hidden
         for index, layer in enumerate(self.layers):
             delta = self._attention(
@@ -121,8 +132,7 @@ class LlamaModel:
             )
             gate_up = layer.gate_up.after_norm(hidden, delta, layer.mlp_norm)
             delta = layer.down.after_gate(gate_up)
-        hidden = hidden if delta is None else hidden.add_(delta)
-        return hidden if rows is None else hidden[rows]
+        return delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [R, vocab_size] of rows of `forward`'s result."""
@@ -172,6 +182,31 @@ def _make_layer(config: ModelConfig, index: int, read: ReadTensors, make_linear:
         gate_up=take_linear("mlp", "gate_proj", "up_proj"),
         down=take_linear("mlp", "down_proj"),
     )
+
+
+def _find_whole_layers(config: ModelConfig, layers: list[LlamaLayer]) -> Int8Layers | None:
+    """The layers as single calls, if every product of theirs is int8; with nothing of their memory twice."""
+    found = []
+    for layer in layers:
+        linears = [linear for linear in layer.linears if isinstance(linear, Int8Linear)]
+        if len(linears) < len(layer.linears):
+            return None
+        query_key_value, attention_output, gate_up, down = (linear.packed for linear in linears)
+        weights = LayerWeights(
+            query_key_value=query_key_value,
+            attention_output=attention_output,
+            gate_up=gate_up,
+            down=down,
+            input_norm=layer.input_norm.weight,
+            mlp_norm=layer.mlp_norm.weight,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            is_rotary=layer.is_rotary,
+        )
+        found.append((linears[0].kernels, weights))
+    kernels, _ = found[0]
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return Int8Layers(kernels.library, [weights for _, weights in found], heads=heads, eps=config.rms_norm_eps)
 
 
 def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:

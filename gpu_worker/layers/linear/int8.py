@@ -41,6 +41,14 @@ class Int8Linear:
         self._kernels = kernels
         self._weight = PackedWeight(weight, scale, bias)
 
+    @property
+    def kernels(self) -> Int8Kernels:
+        return self._kernels
+
+    @property
+    def packed(self) -> PackedWeight:
+        return self._weight
+
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._kernels.multiply(rows if rows.stride(1) == 1 else rows.contiguous(), self._weight)
 
