@@ -68,7 +68,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: class first, then arrival; never changes, so that a preempted sequence keeps its place."""
+        """Sort key: class first, then arrival, so that a preempted sequence keeps its place. Changes only while it waits."""
         return (self.priority, self.arrival)
 
 

@@ -1,7 +1,8 @@
 """Decides what each step computes. Pure: no torch, no clock, no randomness.
 
 There is no prefill phase and no decode phase (after vLLM's v1 core): each sequence has computed tokens that chase its
-total, and a step spends a token budget on them, decodes first, then prefill chunks, in class order and then by arrival.
+total, and a step spends a token budget on them, decodes first, then prefill chunks, in class order and then by arrival. What has waited for long is
+raised to the highest class, one sequence at a time.
 
 Full blocks are shared by their prefix hash. A block is published when the step that completed it was computed; a
 sequence whose next block is being computed by a running one waits for it, while others pass.
@@ -17,6 +18,7 @@ from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
 from gpu_worker.engine.admission import Admission, AdmissionRule, GrowthRatio
+from gpu_worker.engine.aging import Aging
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.port import CacheChanges
 from gpu_worker.engine.sequence import Sequence, SequenceState, StepPlan
@@ -58,6 +60,7 @@ class StepScheduler:
         self._growth = GrowthRatio(initial=limits.initial_growth_ratio, minimum=limits.min_growth_ratio)
         self._admission = AdmissionRule(pool=pool, limits=limits, growth=self._growth, cost=self._cost)
         self._waiting = WaitingSequences()
+        self._aging = Aging()
         self._running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._plan = StepPlan(sequences=())
@@ -125,6 +128,7 @@ class StepScheduler:
     def remove(self, sequence_id: str) -> None:
         """Ends a sequence in any state and gives its blocks back at once."""
         sequence = self._sequences.pop(sequence_id)
+        self._aging.forget(sequence_id)
         if sequence.state is SequenceState.RUNNING:
             self._stop(sequence)
         else:
@@ -178,8 +182,9 @@ class StepScheduler:
         self._plan = StepPlan(sequences=())
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns how long a plan took to compute. Raises ValueError for negative or infinite seconds."""
+        """Learns how long a plan took to compute, and raises what has waited for too long. Raises ValueError for negative or infinite seconds."""
         self._cost.observe(tokens=plan.num_tokens, attended=attended_by(plan), seconds=seconds)
+        self._aging.pass_time(seconds, self._waiting)
         if self._drafts is not None:
             self._drafts.observe(plan, seconds)
 

@@ -183,7 +183,7 @@ def test_one_sequence_always_runs():
 
 def test_without_a_target_observations_change_nothing():
     plans = []
-    for seconds in (0.0, 100.0):
+    for seconds in (0.0, 2.0):
         scheduler = make_scheduler(max_running=3)
         for number in range(6):
             scheduler.add(make_sequence(f"{number}", range(50)))
