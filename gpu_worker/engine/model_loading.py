@@ -20,7 +20,10 @@ NATIVE, TRANSFORMERS = "native", "transformers"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights. `code`: whose code computes it, NATIVE or TRANSFORMERS."""
+    """A model with its weights. `code`: whose code computes it, NATIVE or TRANSFORMERS.
+
+    That of transformers may look at values between kernels (experts do), so that it cannot be recorded and replayed.
+    """
 
     model: PackedModel
     code: str
