@@ -48,9 +48,10 @@ async def serve(config: WorkerConfig) -> None:
     await _wait_for_model(config.model_directory, config.start, stop)
     if stop.is_set():
         return
-    config.check_engine(read_manifest(config.model_directory).precision)
+    precision = read_manifest(config.model_directory).precision
+    config.check_engine(precision)
     command = EngineCommand(
-        model_directory=config.model_directory, settings=config.engine_settings, environment=_thread_waiting()
+        model_directory=config.model_directory, settings=config.settings_for(precision), environment=_thread_waiting()
     )
     async with _open_schedulers(config) as schedulers:
         announcer = Announcer(

@@ -127,6 +127,9 @@ def _encode_load(load: LoadReport, *, is_draining: bool) -> worker_pb2.LoadRepor
         num_blocks_to_host=load.num_blocks_to_host,
         num_blocks_from_host=load.num_blocks_from_host,
         num_failed=load.num_failed,
+        num_draft_steps=load.num_draft_steps,
+        num_draft_tokens=load.num_draft_tokens,
+        num_accepted_draft_tokens=load.num_accepted_draft_tokens,
     )
 
 

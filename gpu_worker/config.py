@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from gpu_worker.speculation.settings import MODES
 from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.internal_access import InternalAccess
 from service_kit.logging import LogFormat
@@ -18,7 +19,8 @@ _ENGINES = ("auto", "native", "simulated")
 class WorkerConfig:
     """`advertise` is where schedulers reach this worker. `engine` "auto" takes what the model's precision asks for.
 
-    `engine_settings` are the fields of SimulatedSettings or EngineSettings, as JSON.
+    `engine_settings` are the fields of SimulatedSettings or EngineSettings, as JSON; `speculation` are some more of the
+    latter, which have variables of their own.
     """
 
     listen: str
@@ -28,6 +30,7 @@ class WorkerConfig:
     model_directory: Path
     engine: str
     engine_settings: dict[str, Any] = field(default_factory=dict)
+    speculation: dict[str, Any] = field(default_factory=dict)
     access: InternalAccess
     start: timedelta
     drain: timedelta
@@ -51,6 +54,7 @@ class WorkerConfig:
             model_directory=environment.path("SLUICE_MODEL_DIR"),
             engine=environment.choice("SLUICE_ENGINE", "auto", _ENGINES),
             engine_settings=_read_settings(environment),
+            speculation=_read_speculation(environment),
             access=InternalAccess.from_environment(environment),
             start=environment.seconds("SLUICE_ENGINE_START_S", timedelta(minutes=10), minimum=second, maximum=hour),
             drain=environment.seconds("SLUICE_DRAIN_S", timedelta(seconds=20), minimum=timedelta(0), maximum=hour),
@@ -67,6 +71,14 @@ class WorkerConfig:
         if self.engine not in {"auto", fitting}:
             raise EnvironmentVariableError("SLUICE_ENGINE", f"a model of precision {precision} needs engine {fitting}")
 
+    def settings_for(self, precision: str) -> dict[str, Any]:
+        """Of the engine for a model of that precision. Raises EnvironmentVariableError when it has no such settings."""
+        if precision != SIMULATED_PRECISION:
+            return {**self.engine_settings, **self.speculation}
+        if self.speculation.get("speculation", "off") not in {"auto", "off"}:
+            raise EnvironmentVariableError("SLUICE_SPECULATION", "the simulated engine does not speculate")
+        return self.engine_settings
+
 
 def _read_settings(environment: Environment) -> dict[str, Any]:
     name = "SLUICE_ENGINE_SETTINGS"
@@ -77,3 +89,15 @@ def _read_settings(environment: Environment) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise EnvironmentVariableError(name, "must be a JSON object")
     return settings
+
+
+def _read_speculation(environment: Environment) -> dict[str, Any]:
+    """Only what is set, so that the rest comes from the engine's settings and defaults."""
+    found: dict[str, Any] = {}
+    if environment.optional_text("SLUICE_SPECULATION"):
+        found["speculation"] = environment.choice("SLUICE_SPECULATION", "auto", MODES)
+    if (draft_model := environment.optional_path("SLUICE_DRAFT_MODEL_DIR")) is not None:
+        found["draft_model"] = str(draft_model)
+    if environment.optional_text("SLUICE_MAX_DRAFT_TOKENS"):
+        found["max_draft_tokens"] = environment.integer("SLUICE_MAX_DRAFT_TOKENS", 1, minimum=1, maximum=64)
+    return found

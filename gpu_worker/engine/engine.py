@@ -24,7 +24,7 @@ from gpu_worker.engine.sequence import NUM_CLASSES, PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
-from gpu_worker.speculation.speculator import NO_DRAFTS, Speculator
+from gpu_worker.speculation.port import NO_DRAFTS, Drafts
 from gpu_worker.speculation.verification import accept
 from service_kit.prefix_hash import model_fingerprint, prefix_root
 
@@ -53,18 +53,18 @@ class NativeEngine:
         timer: Callable[[], float] = time.perf_counter,
         note_untried: NoteUntried = note_nothing,
         known_steps: Iterable[tuple[StepPlan, float]] = (),
-        speculator: Speculator | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
-        """`known_steps`: plans that the executor has run before, and their seconds. `speculator`: None for one token per
-        sequence and step."""
+        """`known_steps`: plans that the executor has run before, and their seconds. `drafts`: None for one token per sequence
+        and step."""
         self._executor = executor
         self._capabilities = capabilities
         self._fingerprint = model_fingerprint(revision=capabilities.model_revision, precision=capabilities.precision)
         self._pool = BlockPool(num_blocks=capabilities.num_blocks, block_size=capabilities.block_size)
-        self._speculator = speculator
-        self._scheduler = StepScheduler(
-            pool=self._pool, limits=limits, num_host_blocks=num_host_blocks, drafts=speculator
-        )
+        self._drafts = drafts
+        if drafts is not None:
+            drafts.bind(self._request_behind)
+        self._scheduler = StepScheduler(pool=self._pool, limits=limits, num_host_blocks=num_host_blocks, drafts=drafts)
         for plan, seconds in known_steps:
             self._scheduler.observe(plan, seconds)
         self._table = table
@@ -130,7 +130,7 @@ class NativeEngine:
 
     def load_report(self) -> LoadReport:
         scheduler, pool = self._scheduler, self._pool
-        drafted = self._speculator.counts if self._speculator is not None else NO_DRAFTS
+        drafted = self._drafts.counts if self._drafts is not None else NO_DRAFTS
         num_slots = (pool.num_blocks - pool.num_free) * pool.block_size
         return LoadReport(
             step=self._step,
@@ -244,7 +244,11 @@ class NativeEngine:
         if not planned:
             return {}
         sampled = [each for each in planned if each.is_sampled]
-        requests = [self._sample_request(each, place) for each in sampled for place in range(each.num_sampled_rows)]
+        requests = [
+            self._request_behind(each.sequence_id, each.draft_token_ids[:place])
+            for each in sampled
+            for place in range(each.num_sampled_rows)
+        ]
         try:
             results = self._executor.run(StepPlan(sequences=tuple(planned)), requests)
             assert len(results) == len(requests), "one outcome for each sampled row"
@@ -263,17 +267,17 @@ class NativeEngine:
         half = len(planned) // 2
         return self._run(planned[:half]) | self._run(planned[half:])
 
-    def _sample_request(self, planned: PlannedSequence, num_supposed: int) -> SampleRequest:
-        """For the token behind the first `num_supposed` proposed ones."""
-        live = self._live[planned.sequence_id]
+    def _request_behind(self, sequence_id: str, draft_token_ids: tuple[int, ...]) -> SampleRequest:
+        """For the token behind these proposed ones."""
+        live = self._live[sequence_id]
         return SampleRequest(
             sequence_id=live.spec.sequence_id,
             sampling=live.spec.sampling,
-            position=live.next_position + num_supposed,
+            position=live.next_position + len(draft_token_ids),
             token_ids=live.sequence.token_ids,
             num_prompt_tokens=live.sequence.num_prompt_tokens,
-            draft_token_ids=planned.draft_token_ids[:num_supposed],
-            banned_token_ids=live.banned_behind(num_supposed),
+            draft_token_ids=draft_token_ids,
+            banned_token_ids=live.banned_behind(len(draft_token_ids)),
         )
 
     def _push(self, live: LiveSequence, drawn: Sequence[Sampled]) -> tuple[SequenceOutput | None, int]:

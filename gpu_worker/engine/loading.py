@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from gpu_worker.attention.factory import make_attention
 from gpu_worker.attention.layered import BlockCounts, LayerGeometry, MakeBackend, make_layered
-from gpu_worker.attention.port import AttentionBackend
+from gpu_worker.attention.port import AttentionBackend, AttentionShape
+from gpu_worker.engine.device_loading import CudaMemory, affordable_blocks, make_runner
 from gpu_worker.engine.engine import NativeEngine
 from gpu_worker.engine.host_resources import available_memory_bytes, available_threads
 from gpu_worker.engine.model_loading import LoadedModel, load_model
@@ -18,6 +19,8 @@ from gpu_worker.engine.port import Capabilities, NoteUntried, note_nothing
 from gpu_worker.engine.sequence import PlannedSequence, StepPlan
 from gpu_worker.engine.settings import INT8_PRECISION, PRECISION_BY_DTYPE, EngineSettings, EngineStartError
 from gpu_worker.engine.text import TokenTable
+from gpu_worker.speculation.loading import load_speculation
+from gpu_worker.speculation.port import Speculation
 from service_kit.model_manifest import ModelManifest, read_manifest
 
 
@@ -31,6 +34,7 @@ class EngineParts:
     table: TokenTable
     known_steps: tuple[tuple[StepPlan, float], ...] = ()
     """Plans that have been run, and their seconds."""
+    speculation: Speculation | None = None
 
 
 def load_native_engine(
@@ -64,6 +68,7 @@ def make_engine(
         clock=clock,
         note_untried=note_untried,
         known_steps=parts.known_steps,
+        drafts=parts.speculation.drafts() if parts.speculation is not None else None,
     )
 
 
@@ -79,14 +84,18 @@ def load_parts(
     table = TokenTable.from_directory(directory)
     loaded = load_model(directory, manifest, device=device, dtype=dtype)
     context_length = loaded.context_length
-    num_blocks = _num_blocks(settings, loaded, device)
+
+    def make_backend(shape: AttentionShape) -> AttentionBackend:
+        return make_attention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype)
+
+    num_blocks = _num_blocks(settings, loaded, make_backend)
     blocks = BlockCounts(
         num_blocks=num_blocks, block_size=settings.block_size, num_host_blocks=settings.num_host_blocks
     )
-    attention = _allocate_kv_memory(
-        loaded.layers, blocks, lambda shape: make_attention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype)
+    attention = _allocate_kv_memory(loaded.layers, blocks, make_backend)
+    runner = make_runner(
+        loaded, attention, settings=settings, vocab_size=manifest.vocab_size, on_progress=on_progress
     )
-    runner = ModelRunner(model=loaded.model, attention=attention, on_progress=on_progress)
     warm_up = _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
     capabilities = Capabilities(
         engine="native",
@@ -107,7 +116,37 @@ def load_parts(
             "kv_dtype": settings.kv_dtype or settings.dtype,
         },
     )
-    return EngineParts(manifest=manifest, capabilities=capabilities, runner=runner, table=table, known_steps=(warm_up,))
+    speculation = load_speculation(
+        settings.drafting(),
+        executor=runner,
+        capabilities=capabilities,
+        table=table,
+        load_draft=lambda: _load_draft(settings, on_progress),
+    )
+    return EngineParts(
+        manifest=manifest,
+        capabilities=capabilities,
+        runner=runner,
+        table=table,
+        known_steps=(warm_up,),
+        speculation=speculation,
+    )
+
+
+def _load_draft(
+    settings: EngineSettings, on_progress: Callable[[], None]
+) -> tuple[ModelRunner, Capabilities, TokenTable]:
+    assert settings.draft_model is not None, "the settings were checked"
+    own = replace(
+        settings,
+        num_blocks=None,
+        num_host_blocks=0,
+        memory_share=settings.draft_memory_share,
+        speculation="off",
+        draft_model=None,
+    )
+    parts = load_parts(Path(settings.draft_model), own, on_progress=on_progress)
+    return parts.runner, parts.capabilities, parts.table
 
 
 def _precision(manifest: ModelManifest, settings: EngineSettings) -> str:
@@ -134,7 +173,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _num_blocks(settings: EngineSettings, loaded: LoadedModel, device: torch.device) -> int:
+def _num_blocks(settings: EngineSettings, loaded: LoadedModel, make_backend: MakeBackend) -> int:
     """Blocks of the pool. Raises EngineStartError unless one sequence of full length fits."""
     context_length = loaded.context_length
     blocks_per_sequence = -(-context_length // settings.block_size)
@@ -143,8 +182,13 @@ def _num_blocks(settings: EngineSettings, loaded: LoadedModel, device: torch.dev
         block_bytes = settings.block_size * loaded.kv_bytes_per_token(
             _dtype(settings.kv_dtype or settings.dtype).itemsize
         )
-        available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
-        affordable = int(available * settings.memory_share) // block_bytes
+        device = loaded.model.device
+        if device.type == "cuda":
+            affordable = affordable_blocks(
+                CudaMemory(device), loaded, make_backend, settings=settings, block_bytes=block_bytes
+            )
+        else:
+            affordable = int(available_memory_bytes() * settings.memory_share) // block_bytes
         num_blocks = min(affordable, settings.max_running * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
         raise EngineStartError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.speculation.acceptance import AcceptanceBook
+from gpu_worker.speculation.port import RequestBehind
 from gpu_worker.speculation.proposer import Rates
 
 _MIN_LENGTH = 2
@@ -112,6 +113,9 @@ class NgramProposer:
     def __init__(self) -> None:
         self._book = AcceptanceBook(_PRIORS)
         self._lookups: dict[str, _Lookup] = {}
+
+    def bind(self, request_behind: RequestBehind) -> None:
+        """Nothing: how a token is drawn does not matter here."""
 
     def offer(self, decoding: Sequence[tuple[ScheduledSequence, int]], most: int) -> list[Rates]:
         return [self._rates(sequence, min(most, room)) for sequence, room in decoding]

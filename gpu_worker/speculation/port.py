@@ -1,9 +1,10 @@
 """What the step scheduler asks of whoever proposes tokens. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpu_worker.engine.execution import SampleRequest
 from gpu_worker.engine.sequence import PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 
@@ -24,8 +25,29 @@ class DraftableStep:
     room: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """Since the start. num_steps: how often a sequence had proposed tokens verified."""
+
+    num_steps: int
+    num_proposed: int
+    num_accepted: int
+
+
+NO_DRAFTS = DraftCounts(num_steps=0, num_proposed=0, num_accepted=0)
+
+RequestBehind = Callable[[str, tuple[int, ...]], SampleRequest]
+"""How the target draws the token of a sequence that stands behind its newest one and these proposed ones."""
+
+
 class Drafts(Protocol):
     """Proposes tokens, and hears what became of them. Whatever it proposes changes no output, only how soon it comes."""
+
+    @property
+    def counts(self) -> DraftCounts: ...
+
+    def bind(self, request_behind: RequestBehind) -> None:
+        """Once, before everything else, by the engine that draws."""
 
     def propose(self, step: DraftableStep) -> Proposals:
         """Once for every step in which a sequence decodes. Never raises."""
@@ -38,3 +60,10 @@ class Drafts(Protocol):
 
     def forget(self, sequence_id: str) -> None:
         """The sequence has ended. Unknown ids are ignored."""
+
+
+class Speculation(Protocol):
+    """What a loaded model speculates with."""
+
+    def drafts(self) -> Drafts:
+        """New ones that have learned nothing yet, for one engine."""

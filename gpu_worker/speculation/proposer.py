@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
+from gpu_worker.speculation.port import RequestBehind
 
 Rates = tuple[float, ...]
 """How probably each proposed token of a sequence is right, given that those before it are."""
@@ -11,6 +12,9 @@ Rates = tuple[float, ...]
 
 class Proposer(Protocol):
     """Called in each step in the order of its methods; a step may end after each."""
+
+    def bind(self, request_behind: RequestBehind) -> None:
+        """Once, before everything else."""
 
     def offer(self, decoding: Sequence[tuple[ScheduledSequence, int]], most: int) -> list[Rates]:
         """What it could propose for each sequence: at most `most` tokens and no more than the number beside it."""

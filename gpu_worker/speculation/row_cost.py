@@ -38,7 +38,7 @@ class RowCost:
         """Learns from one step. An outlier counts as no more than some times what was expected."""
         self._num_observed += 1
         bucket = _bucket(rows)
-        age = self._num_observed - self._last_seen.get(bucket, -_NUM_EXACT)
+        age = self._num_observed - self._last_seen.get(bucket, 0)
         self._last_seen[bucket] = self._num_observed
         expected = self._shape_at(rows)
         ratio = min(max(seconds / (self._scale * expected), 1 / _MAX_RATIO), _MAX_RATIO)

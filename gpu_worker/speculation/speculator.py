@@ -7,12 +7,11 @@ held to a small share of the time.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from gpu_worker.engine.sequence import PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.speculation.choice import StepPrice, choose
-from gpu_worker.speculation.port import DraftableStep, Proposals
+from gpu_worker.speculation.port import DraftableStep, DraftCounts, Proposals, RequestBehind
 from gpu_worker.speculation.proposer import Proposer
 from gpu_worker.speculation.row_cost import RowCost
 
@@ -21,18 +20,6 @@ _GAIN_TO_GO_ON = 1.03
 _PLAIN_STEP_EVERY = 64
 _MAX_IDLE_SHARE = 0.005
 _NO_PROPOSALS: Proposals = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftCounts:
-    """Since the start. num_steps: how often a sequence had proposed tokens verified."""
-
-    num_steps: int
-    num_proposed: int
-    num_accepted: int
-
-
-NO_DRAFTS = DraftCounts(num_steps=0, num_proposed=0, num_accepted=0)
 
 
 class Speculator:
@@ -58,6 +45,10 @@ class Speculator:
     @property
     def counts(self) -> DraftCounts:
         return DraftCounts(num_steps=self._num_steps, num_proposed=self._num_proposed, num_accepted=self._num_accepted)
+
+    def bind(self, request_behind: RequestBehind) -> None:
+        """To be called once, by the engine that draws."""
+        self._proposer.bind(request_behind)
 
     def propose(self, step: DraftableStep) -> Proposals:
         if not self._is_on and self._idle_debt_s > 0:

@@ -1,8 +1,10 @@
 """Whole schedules on a memory of tokens: shared prefixes, classes, aborts, failures, tiny pools, with and without host.
 
-After every step all parts agree, and every block that a step reads holds the tokens of the sequence that reads it.
+After every step all parts agree, and every block that a step reads holds the tokens of the sequence that reads it. Some
+schedules verify proposed tokens, of which nothing may be found that was not drawn.
 """
 
+import random
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -28,10 +30,15 @@ class Rig:
     live: dict = field(default_factory=dict)
     known: list = field(default_factory=list)
     findable: set = field(default_factory=set)
+    guesses: random.Random | None = None
+    """Decides what is proposed; None for nothing."""
 
     def __post_init__(self):
         pool = BlockPool(num_blocks=self.num_blocks, block_size=BLOCK_SIZE)
-        self.scheduler = StepScheduler(pool=pool, limits=self.limits, num_host_blocks=self.num_host_blocks)
+        self.drafts = None if self.guesses is None else GuessedDrafts(self.guesses)
+        self.scheduler = StepScheduler(
+            pool=pool, limits=self.limits, num_host_blocks=self.num_host_blocks, drafts=self.drafts
+        )
         self.kv = FakeKv(num_blocks=self.num_blocks, block_size=BLOCK_SIZE, num_host_blocks=self.num_host_blocks)
 
     def add(self, *, prompt, output, priority, root):
@@ -69,7 +76,7 @@ class Rig:
         for sequence_id in failed:
             self._remove(sequence_id, is_suspect=len(self.live) % 2 == 0)
         sampled = {
-            planned.sequence_id: (next_token(self.live[planned.sequence_id]),)
+            planned.sequence_id: draw(self.live[planned.sequence_id].token_ids, planned.draft_token_ids)
             for planned in plan.sequences
             if planned.is_sampled and planned.sequence_id in self.live
         }
@@ -123,9 +130,50 @@ class Rig:
         assert self.scheduler.num_cached_blocks == len(self.findable)
 
 
-def next_token(sequence):
+def next_token(token_ids):
     """Equal contexts go on equally, so that output is shared as well."""
-    return (sum(sequence.token_ids) + sequence.num_tokens) % 3
+    return (sum(token_ids) + len(token_ids)) % 3
+
+
+def draw(token_ids, drafts):
+    """What counts behind a sequence's tokens: as many as were proposed rightly, and one more."""
+    drawn = [next_token(token_ids)]
+    for draft in drafts:
+        if draft != drawn[-1]:
+            break
+        drawn.append(next_token([*token_ids, *drawn]))
+    return drawn
+
+
+class GuessedDrafts:
+    """Implements `Drafts`: what will be drawn, now and then something else."""
+
+    def __init__(self, guesses):
+        self.guesses = guesses
+        self.num_accepted = 0
+        self.known = set()
+
+    def propose(self, step):
+        assert step.room > 0
+        proposals = {}
+        for sequence, room in step.decoding:
+            assert room > 0
+            self.known.add(sequence.sequence_id)
+            drafts = []
+            for _ in range(self.guesses.randrange(12)):
+                right = next_token([*sequence.token_ids, *drafts])
+                drafts.append(right if self.guesses.random() < 0.8 else (right + 1) % 3)
+            proposals[sequence.sequence_id] = drafts
+        return proposals
+
+    def record(self, sequence, planned, num_accepted):
+        assert 0 <= num_accepted <= planned.num_drafts
+        self.num_accepted += num_accepted
+
+    def observe(self, plan, seconds): ...
+
+    def forget(self, sequence_id):
+        self.known.discard(sequence_id)
 
 
 # A few stems, so that prompts share prefixes of several blocks and part in the middle of one.
@@ -160,7 +208,9 @@ _events = st.lists(
 def _rigs(draw):
     max_running = draw(st.integers(1, 6))
     minimum = draw(st.sampled_from([0.0, 0.0, 0.1]))
+    guesses = draw(st.sampled_from([None, 1, 2, 3]))
     return Rig(
+        guesses=None if guesses is None else random.Random(guesses),
         num_blocks=draw(st.integers(4, 20)),
         num_host_blocks=draw(st.sampled_from([0, 0, 1, 2, 5, 30])),
         limits=StepLimits(
@@ -197,3 +247,4 @@ def test_every_step_of_any_schedule_reads_the_right_blocks_and_every_sequence_en
     rig.scheduler.drop_cached()
     rig._check()
     assert rig.findable == set()
+    assert rig.drafts is None or not rig.drafts.known

@@ -47,15 +47,17 @@ class FakeKv:
         for planned in going:
             sequence = sequences[planned.sequence_id]
             end = planned.context_length
-            assert planned.token_ids == tuple(sequence.token_ids[planned.start : end])
-            chain = chain_of(sequence.prefix_root, sequence.token_ids[:end])
+            token_ids = [*sequence.token_ids[: end - planned.num_drafts], *planned.draft_token_ids]
+            assert planned.token_ids == tuple(token_ids[planned.start : end])
+            chain = chain_of(sequence.prefix_root, token_ids)
             for position in range(planned.start, end):
                 block, slot = planned.block_table[position // self.block_size], position % self.block_size
                 is_failing = planned.sequence_id in failing
                 self.device[block][slot] = "garbage" if is_failing else chain[position]
         for planned in going:
             if planned.sequence_id not in failing:
-                self.check(sequences[planned.sequence_id], planned.block_table, planned.context_length)
+                num_tokens = planned.context_length - planned.num_drafts
+                self.check(sequences[planned.sequence_id], planned.block_table, num_tokens)
 
     def check(self, sequence, block_table, num_tokens):
         """The first tokens of the sequence stand in its blocks."""

@@ -94,6 +94,9 @@ async def test_every_number_of_a_load_report_reaches_the_scheduler(setup):
         num_blocks_to_host=16,
         num_blocks_from_host=17,
         num_failed=18,
+        num_draft_steps=19,
+        num_draft_tokens=20,
+        num_accepted_draft_tokens=21,
     )
     output = StepOutput(step=1, outputs=(), cache_changes=CacheChanges(added=(1,)))
     setup.session.take_frame(OutputFrame(output=output, load=load, num_pauses=0))

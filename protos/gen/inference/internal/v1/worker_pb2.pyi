@@ -667,6 +667,9 @@ class LoadReport(_message.Message):
     NUM_BLOCKS_TO_HOST_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FROM_HOST_FIELD_NUMBER: _builtins.int
     NUM_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step counter of the engine."""
     num_running: _builtins.int
@@ -699,6 +702,12 @@ class LoadReport(_message.Message):
     """Blocks copied from the host tier so far."""
     num_failed: _builtins.int
     """Attempts that ended with a failure so far."""
+    num_draft_steps: _builtins.int
+    """How often a step verified proposed tokens of an attempt so far; the next two divided by it are per step."""
+    num_draft_tokens: _builtins.int
+    """Proposed tokens verified so far."""
+    num_accepted_draft_tokens: _builtins.int
+    """Of these, tokens that the model drew as well."""
     @_builtins.property
     def room_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks that a new attempt of class 0, 1, 2 could get: free ones, and those that only lower classes hold."""
@@ -723,10 +732,13 @@ class LoadReport(_message.Message):
         num_blocks_to_host: _builtins.int = ...,
         num_blocks_from_host: _builtins.int = ...,
         num_failed: _builtins.int = ...,
+        num_draft_steps: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_draft_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "kv_waste", b"kv_waste", "largest_batch", b"largest_batch", "num_blocks", b"num_blocks", "num_blocks_from_host", b"num_blocks_from_host", "num_blocks_to_host", b"num_blocks_to_host", "num_cached_blocks", b"num_cached_blocks", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "num_failed", b"num_failed", "num_free_blocks", b"num_free_blocks", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "room_blocks", b"room_blocks", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "kv_waste", b"kv_waste", "largest_batch", b"largest_batch", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_blocks", b"num_blocks", "num_blocks_from_host", b"num_blocks_from_host", "num_blocks_to_host", b"num_blocks_to_host", "num_cached_blocks", b"num_cached_blocks", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_failed", b"num_failed", "num_free_blocks", b"num_free_blocks", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "room_blocks", b"room_blocks", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
