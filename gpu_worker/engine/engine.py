@@ -8,7 +8,16 @@ from itertools import islice
 import structlog
 
 from gpu_worker.engine.block_pool import BlockPool
-from gpu_worker.engine.execution import Executor, Sampled, SampleFailure, SampleRequest
+from gpu_worker.engine.execution import (
+    DeviceLostError,
+    Executor,
+    Launch,
+    LaunchingExecutor,
+    Sampled,
+    SampleFailure,
+    SampleRequest,
+)
+from gpu_worker.engine.flight import Flight, with_known_token
 from gpu_worker.engine.live_sequence import LiveSequence, merge
 from gpu_worker.engine.port import (
     Capabilities,
@@ -20,7 +29,7 @@ from gpu_worker.engine.port import (
     StepOutput,
     note_nothing,
 )
-from gpu_worker.engine.sequence import NUM_CLASSES, PlannedSequence, StepPlan
+from gpu_worker.engine.sequence import NUM_CLASSES, UNKNOWN_TOKEN, PlannedSequence, StepPlan
 from gpu_worker.engine.sequence import Sequence as ScheduledSequence
 from gpu_worker.engine.step_scheduler import NeverFitsError, StepLimits, StepScheduler
 from gpu_worker.engine.text import OutputStage, StopRules, TokenTable
@@ -35,6 +44,9 @@ log = structlog.get_logger()
 
 class NativeEngine:
     """Implements `gpu_worker.engine.port.Engine` over an executor.
+
+    Over an executor that launches, the next step is planned and launched before the one that runs is waited for; its tokens
+    are numbered a step later, and what was computed behind a sequence's end is dropped.
 
     When computing a step fails, its sequences are computed again in halves: those that fail alone end with a failure, the
     others lose nothing.
@@ -76,6 +88,10 @@ class NativeEngine:
         self._ending: list[str] = []
         # Remembered so that an add repeated after the end does not run the sequence again; the oldest is forgotten.
         self._finished_ids: OrderedDict[str, None] = OrderedDict()
+        # Proposals look at the newest tokens, so that nothing can be planned without them.
+        self._launcher = executor if isinstance(executor, LaunchingExecutor) and drafts is None else None
+        self._flight: Flight | None = None
+        self._last_end = 0.0
         self._step = 0
         self._largest_batch = 0
         self._num_failed = 0
@@ -117,15 +133,13 @@ class NativeEngine:
         self._step += 1
         outputs = [self._end(self._live[sequence_id]) for sequence_id in self._ending]
         self._ending.clear()
-        plan = self._scheduler.schedule()
-        if plan.preempted:
-            log.info("sequences_preempted", step=self._step, sequence_ids=plan.preempted)
-        self._note_untried(
-            [each.sequence_id for each in plan.sequences if not self._live[each.sequence_id].first_token]
-        )
-        outputs += self._move(plan)
-        if plan.sequences:
-            outputs += self._compute(plan)
+        flight = self._flight or self._begin(outputs)
+        self._flight = None
+        if flight.launch is not None:
+            self._scheduler.suppose(flight.plan)
+            ahead = self._begin(outputs, behind=flight)
+            self._flight = ahead if ahead.planned else None
+        outputs += self._finish(flight)
         return StepOutput(step=self._step, outputs=tuple(outputs), cache_changes=self._scheduler.take_cache_changes())
 
     def load_report(self) -> LoadReport:
@@ -202,20 +216,67 @@ class NativeEngine:
             return outputs
         return []
 
-    def _compute(self, plan: StepPlan) -> list[SequenceOutput]:
-        planned = [each for each in plan.sequences if each.sequence_id in self._live]
+    def _begin(self, outputs: list[SequenceOutput], behind: Flight | None = None) -> Flight:
+        """Plans the next step and moves its blocks; launches it if that can be done, `behind` one that still runs."""
+        plan = self._scheduler.schedule()
+        if plan.preempted:
+            log.info("sequences_preempted", step=self._step, sequence_ids=plan.preempted)
+        concerned = (*(behind.planned if behind is not None else ()), *plan.sequences)
+        ids = dict.fromkeys(each.sequence_id for each in concerned)
+        self._note_untried([each for each in ids if each in self._live and not self._live[each].first_token])
+        outputs += self._move(plan)
+        planned = tuple(each for each in plan.sequences if each.sequence_id in self._live)
         self._largest_batch = max(self._largest_batch, len(planned))
         now = self._clock()
         for each in planned:
             live = self._live[each.sequence_id]
             live.prefill_started = live.prefill_started or now
-        started = self._timer()
-        results = self._run(planned)
-        if len(planned) == len(plan.sequences) and not any(
+        return Flight(plan=plan, planned=planned, started=self._timer(), launch=self._launch(planned))
+
+    def _launch(self, planned: Sequence[PlannedSequence]) -> Launch | None:
+        """None when the plan has to be run by itself, with all its tokens known."""
+        if self._launcher is None or not planned:
+            return None
+        requests = [
+            self._request_behind(each.sequence_id, each.token_ids[-1:] if each.token_ids[-1] == UNKNOWN_TOKEN else ())
+            for each in planned
+            if each.is_sampled
+        ]
+        if not self._launcher.can_launch(requests):
+            return None
+        try:
+            return self._launcher.launch(StepPlan(sequences=tuple(planned)), requests)
+        except DeviceLostError:
+            raise
+        except Exception:
+            log.exception("launch_failed", step=self._step, num_sequences=len(planned))
+            return None
+
+    def _outcomes(self, flight: Flight) -> dict[str, tuple[Sampled, ...] | SampleFailure]:
+        """As `_run`, of the sequences that are still there."""
+        if flight.launch is None:
+            planned = [each for each in flight.planned if each.sequence_id in self._live]
+            return self._run([with_known_token(each, self._live[each.sequence_id].sequence) for each in planned])
+        sampled_ids = [each.sequence_id for each in flight.planned if each.is_sampled]
+        drawn = zip(sampled_ids, flight.launch.collect(), strict=True)
+        return {
+            sequence_id: result if isinstance(result, SampleFailure) else (result,)
+            for sequence_id, result in drawn
+            if sequence_id in self._live
+        }
+
+    def _finish(self, flight: Flight) -> list[SequenceOutput]:
+        if not flight.planned:
+            return []
+        plan = flight.plan
+        started = max(flight.started, self._last_end) if flight.launch is not None else self._timer()
+        results = self._outcomes(flight)
+        self._last_end = self._timer()
+        if len(flight.planned) == len(plan.sequences) and not any(
             isinstance(each, SampleFailure) for each in results.values()
         ):
             # Otherwise the time is not that of the plan.
-            self._scheduler.observe(plan, self._timer() - started)
+            self._scheduler.observe(plan, self._last_end - started)
         outputs = [
             self._fail(self._live[sequence_id], result.reason, is_suspect=result.is_suspect)
             for sequence_id, result in results.items()
@@ -232,7 +293,8 @@ class NativeEngine:
             taken[sequence_id] = [sampled.token_id for sampled in drawn[:num_taken]]
             if output is not None:
                 outputs.append(output)
-        self._scheduler.update(plan, taken)
+        record = self._scheduler.update if flight.launch is None else self._scheduler.confirm
+        record(plan, taken)
         for output in outputs:
             if output.finish is not None and output.sequence_id in self._live:
                 self._scheduler.remove(output.sequence_id)
@@ -257,6 +319,8 @@ class NativeEngine:
                 each.sequence_id: accept(each.draft_token_ids, tuple(islice(rows, each.num_sampled_rows)))
                 for each in sampled
             }
+        except DeviceLostError:
+            raise
         except Exception as error:
             # Whatever the model raised, it must not end the sequences that did not cause it.
             log.exception("step_failed", step=self._step, num_sequences=len(planned))

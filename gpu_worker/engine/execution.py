@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from gpu_worker.engine.sequence import BlockMoves, StepPlan
 from service_kit.delta import TokenLogprob
@@ -50,6 +50,10 @@ class SampleFailure:
     is_suspect: bool = True
 
 
+class DeviceLostError(Exception):
+    """The device computes nothing any more for this process, which has to end: no part of a step would fare better."""
+
+
 class Executor(Protocol):
     """A model, its KV memory and a sampler on one device."""
 
@@ -65,3 +69,25 @@ class Executor(Protocol):
 
     def forget(self, sequence_id: str) -> None:
         """Drops what is remembered between the steps of a sequence (penalty counts). Unknown ids are ignored."""
+
+
+class Launch(Protocol):
+    """A step that the device has been told to compute."""
+
+    def collect(self) -> list[Sampled | SampleFailure]:
+        """Waits for the step; one outcome per sampled row, in plan order. Once. Raises what the device reports."""
+
+
+@runtime_checkable
+class LaunchingExecutor(Executor, Protocol):
+    """An executor that can begin a step before the one before it has ended, and hand the drawn tokens on by itself."""
+
+    def can_launch(self, requests: Sequence[SampleRequest]) -> bool:
+        """Whether tokens for these are drawn on the device. Of the token before, only its place need be known."""
+
+    def launch(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> Launch:
+        """Begins to compute a plan without drafts. Where it holds UNKNOWN_TOKEN, as a sequence's last token, that is what
+        the launch before drew for the sequence. May raise as `run` does; what it raises concerns this plan alone.
+
+        At most one other launch has not been collected. `run` and `move` come after it in the device's order.
+        """

@@ -76,7 +76,7 @@ class Sampler:
             edits.apply(rows, requests)
             failures |= edits.failures
             vocab_size = logits.shape[1]
-            draws = {row: _draw(requests[row], vocab_size) for row in rows if row not in failures}
+            draws = {row: draw_of(requests[row], vocab_size) for row in rows if row not in failures}
             tokens = row_sampler.choose(draws, [row for row in draws if _is_changed(requests[row])])
         finally:
             edits.undo()
@@ -88,7 +88,8 @@ class Sampler:
         ]
 
 
-def _draw(request: SampleRequest, vocab_size: int) -> Draw:
+def draw_of(request: SampleRequest, vocab_size: int) -> Draw:
+    """How the next token of a request is drawn."""
     sampling = request.sampling
     is_greedy = sampling.temperature == 0
     return Draw(

@@ -7,6 +7,8 @@ from service_kit.prefix_hash import BlockHash, PrefixRoot
 
 NUM_CLASSES = 3
 """INTERACTIVE, STANDARD, BATCH; the lower number goes first."""
+UNKNOWN_TOKEN = -1
+"""Stands for the last token of a sequence while it is being drawn."""
 
 
 class SequenceState(StrEnum):
@@ -65,6 +67,11 @@ class Sequence:
     def is_decoding(self) -> bool:
         """Only its newest token is missing from the KV memory."""
         return self.num_uncomputed_tokens == 1
+
+    @property
+    def is_full(self) -> bool:
+        """Its last token is being drawn: nothing is left to compute."""
+        return self.token_ids[-1] == UNKNOWN_TOKEN and len(self.token_ids) >= self.max_total_tokens
 
     @property
     def order(self) -> tuple[int, int]:

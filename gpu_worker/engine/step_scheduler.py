@@ -21,7 +21,7 @@ from gpu_worker.engine.admission import Admission, AdmissionRule, GrowthRatio
 from gpu_worker.engine.aging import Aging
 from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.port import CacheChanges
-from gpu_worker.engine.sequence import Sequence, SequenceState, StepPlan
+from gpu_worker.engine.sequence import UNKNOWN_TOKEN, Sequence, SequenceState, StepPlan
 from gpu_worker.engine.sequence_blocks import SequenceBlocks
 from gpu_worker.engine.step_cost import StepCost, attended_by
 from gpu_worker.engine.step_draft import StepDraft
@@ -151,7 +151,8 @@ class StepScheduler:
             self._plan_drafts(draft, self._drafts)
         self._growth.step(is_short_of_blocks=draft.is_short_of_blocks)
         planned = draft.describe(self._sequences)
-        assert planned or not self._sequences, "a step must advance some sequence"
+        is_waited_for = any(sequence.is_full for sequence in self._running)
+        assert planned or is_waited_for or not self._sequences, "a step must advance some sequence"
         self._plan = StepPlan(sequences=planned, preempted=tuple(draft.preempted), moves=self._memory.take_moves())
         return self._plan
 
@@ -161,7 +162,6 @@ class StepScheduler:
 
         Sequences removed since the plan was made are skipped.
         """
-        block_size = self._pool.block_size
         for planned in plan.sequences:
             sequence = self._sequences.get(planned.sequence_id)
             if sequence is None:
@@ -173,13 +173,40 @@ class StepScheduler:
                 drawn = sampled[planned.sequence_id]
                 sequence.num_computed_tokens = end = end - planned.num_sampled_rows + len(drawn)
                 sequence.token_ids.extend(drawn)
-            if end >= (sequence.num_published_blocks + 1) * block_size:
-                self._blocks.publish(sequence)
+            self._publish(sequence)
             if planned.num_drafts:
                 self._blocks.trim(sequence)
                 assert self._drafts is not None
                 self._drafts.record(sequence, planned, len(sampled[planned.sequence_id]) - 1)
         self._plan = StepPlan(sequences=())
+
+    def suppose(self, plan: StepPlan) -> None:
+        """Takes a plan without drafts, which is being computed, for computed, so that the next can be made: each drawn
+        token is UNKNOWN_TOKEN until `confirm` tells it, which comes before any other plan is supposed. Publishes nothing.
+        """
+        for planned in plan.sequences:
+            sequence = self._sequences.get(planned.sequence_id)
+            if sequence is not None:
+                sequence.num_computed_tokens = planned.context_length
+                if planned.is_sampled:
+                    sequence.token_ids.append(UNKNOWN_TOKEN)
+        self._plan = StepPlan(sequences=())
+
+    def confirm(self, plan: StepPlan, sampled: Mapping[str, SequenceOf[int]]) -> None:
+        """Records that a supposed plan was computed, with the token drawn for each of its sampled sequences.
+
+        Sequences removed since then are skipped; of those that have lost their blocks meanwhile nothing is published.
+        """
+        for planned in plan.sequences:
+            sequence = self._sequences.get(planned.sequence_id)
+            if sequence is None:
+                continue
+            end = planned.context_length
+            self.num_computed_prompt_tokens += max(0, min(end, sequence.num_admitted_tokens) - planned.start)
+            if planned.is_sampled:
+                (sequence.token_ids[end],) = sampled[planned.sequence_id]
+            if sequence.state is SequenceState.RUNNING:
+                self._publish(sequence)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learns how long a plan took to compute, and raises what has waited for too long. Raises ValueError for negative or infinite seconds."""
@@ -213,12 +240,12 @@ class StepScheduler:
         for sequence in self._running.copy():
             if draft.budget == 0:
                 return
-            is_due = sequence.is_decoding and sequence.state is SequenceState.RUNNING
+            is_due = sequence.is_decoding and not sequence.is_full and sequence.state is SequenceState.RUNNING
             if is_due and self._grow(sequence, sequence.num_tokens, draft):
                 draft.extend_decode(sequence)
 
     def _plan_prefills(self, draft: StepDraft) -> None:
-        prefilling = [sequence for sequence in self._running if not sequence.is_decoding]
+        prefilling = [sequence for sequence in self._running if not sequence.is_decoding and not sequence.is_full]
         begun: list[Sequence] = []
         for sequence in self._in_order(prefilling, draft):
             if draft.budget == 0:
@@ -333,6 +360,10 @@ class StepScheduler:
         victim.state = SequenceState.PREEMPTED
         self._waiting.add(victim)
         self.num_preempted += 1
+
+    def _publish(self, sequence: Sequence) -> None:
+        if sequence.num_computed_tokens >= (sequence.num_published_blocks + 1) * self._pool.block_size:
+            self._blocks.publish(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         _take_out(self._running, sequence)
