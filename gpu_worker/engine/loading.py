@@ -9,7 +9,8 @@ import torch
 
 from gpu_worker.attention.factory import make_attention
 from gpu_worker.attention.layered import BlockCounts, LayerGeometry, MakeBackend, make_layered
-from gpu_worker.attention.port import AttentionBackend
+from gpu_worker.attention.port import AttentionBackend, AttentionShape
+from gpu_worker.engine.device_loading import CudaMemory, affordable_blocks, make_runner
 from gpu_worker.engine.engine import NativeEngine
 from gpu_worker.engine.host_resources import available_memory_bytes, available_threads
 from gpu_worker.engine.model_loading import LoadedModel, load_model
@@ -83,14 +84,18 @@ def load_parts(
     table = TokenTable.from_directory(directory)
     loaded = load_model(directory, manifest, device=device, dtype=dtype)
     context_length = loaded.context_length
-    num_blocks = _num_blocks(settings, loaded, device)
+
+    def make_backend(shape: AttentionShape) -> AttentionBackend:
+        return make_attention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype)
+
+    num_blocks = _num_blocks(settings, loaded, make_backend)
     blocks = BlockCounts(
         num_blocks=num_blocks, block_size=settings.block_size, num_host_blocks=settings.num_host_blocks
     )
-    attention = _allocate_kv_memory(
-        loaded.layers, blocks, lambda shape: make_attention(shape, device=device, dtype=dtype, kv_dtype=kv_dtype)
+    attention = _allocate_kv_memory(loaded.layers, blocks, make_backend)
+    runner = make_runner(
+        loaded, attention, settings=settings, vocab_size=manifest.vocab_size, on_progress=on_progress
     )
-    runner = ModelRunner(model=loaded.model, attention=attention, on_progress=on_progress)
     warm_up = _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
     capabilities = Capabilities(
         engine="native",
@@ -168,7 +173,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _num_blocks(settings: EngineSettings, loaded: LoadedModel, device: torch.device) -> int:
+def _num_blocks(settings: EngineSettings, loaded: LoadedModel, make_backend: MakeBackend) -> int:
     """Blocks of the pool. Raises EngineStartError unless one sequence of full length fits."""
     context_length = loaded.context_length
     blocks_per_sequence = -(-context_length // settings.block_size)
@@ -177,8 +182,13 @@ def _num_blocks(settings: EngineSettings, loaded: LoadedModel, device: torch.dev
         block_bytes = settings.block_size * loaded.kv_bytes_per_token(
             _dtype(settings.kv_dtype or settings.dtype).itemsize
         )
-        available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory_bytes()
-        affordable = int(available * settings.memory_share) // block_bytes
+        device = loaded.model.device
+        if device.type == "cuda":
+            affordable = affordable_blocks(
+                CudaMemory(device), loaded, make_backend, settings=settings, block_bytes=block_bytes
+            )
+        else:
+            affordable = int(available_memory_bytes() * settings.memory_share) // block_bytes
         num_blocks = min(affordable, settings.max_running * blocks_per_sequence)
     if num_blocks < blocks_per_sequence:
         raise EngineStartError(

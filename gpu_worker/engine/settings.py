@@ -19,7 +19,8 @@ class EngineSettings:
     """Sizes and placement of a native engine.
 
     threads: None takes what affinity and control group allow. num_blocks: None takes `memory_share` of the available
-    memory, but not more than max_running sequences of full length need. num_host_blocks: blocks of the host tier, 0 for
+    memory, but not more than max_running sequences of full length need; on a CUDA device it takes what weights and the
+    largest step leave of device_memory_share of the whole. num_host_blocks: blocks of the host tier, 0 for
     none. target_step_ms: prefill and admission are bounded so that a step takes about no longer, and streams beside a long
     prompt go on twice a second; None for no bound. kv_dtype: what keys and values are stored as, None for dtype; all
     workers of a model need the same, because it changes the last bits of logits. speculation, max_draft_tokens,
@@ -30,6 +31,7 @@ class EngineSettings:
     num_blocks: int | None = None
     num_host_blocks: int = 0
     memory_share: float = 0.3
+    device_memory_share: float = 0.9
     block_size: int = 16
     max_running: int = 64
     token_budget: int = 512
@@ -51,8 +53,9 @@ class EngineSettings:
                 raise EngineStartError(f"{name} must be at least 1")
         if self.num_host_blocks < 0:
             raise EngineStartError("num_host_blocks must not be negative")
-        if not 0 < self.memory_share <= 1:
-            raise EngineStartError("memory_share must be above 0 and at most 1")
+        for name in ("memory_share", "device_memory_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise EngineStartError(f"{name} must be above 0 and at most 1")
         if self.dtype not in PRECISION_BY_DTYPE:
             raise EngineStartError(f"dtype {self.dtype!r} is not one of {sorted(PRECISION_BY_DTYPE)}")
         if self.kv_dtype is not None and self.kv_dtype not in PRECISION_BY_DTYPE:
