@@ -27,7 +27,7 @@ class CudaGraphs:
 
     def record(self, key: Hashable, body: Callable[[], None]) -> None:
         # Outside of the recording first: kernels are compiled and libraries set up, which may wait.
-        aside = torch.cuda.Stream()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             body()

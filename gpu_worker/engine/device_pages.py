@@ -67,6 +67,6 @@ class DrawnIds:
         host.copy_(self.on_device[:num_rows], non_blocking=True)
         arrival = None
         if self.on_device.is_cuda:
-            arrival = torch.cuda.Event()
+            arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrival.record()
         return Arriving(host=host, arrival=arrival)

@@ -6,7 +6,8 @@ from the device's memory.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +28,11 @@ from gpu_worker.engine.device_draws import (
 )
 from gpu_worker.engine.device_pages import Arriving, DrawnIds, StepPages
 from gpu_worker.engine.draws import Draw
-from gpu_worker.engine.execution import NOT_FINITE, Sampled, SampleFailure, SampleRequest
+from gpu_worker.engine.execution import NOT_FINITE, DeviceLostError, Sampled, SampleFailure, SampleRequest
 from gpu_worker.engine.model_runner import ModelRunner, pack_rows
 from gpu_worker.engine.penalties import is_edited
 from gpu_worker.engine.sampler import draw_of
-from gpu_worker.engine.sequence import UNKNOWN_TOKEN, StepPlan
+from gpu_worker.engine.sequence import UNKNOWN_TOKEN, BlockMoves, StepPlan
 from gpu_worker.models.port import PackedModel
 
 _MODEL = "model"
@@ -61,15 +62,25 @@ class _Inputs:
     attend: StepAttention
 
 
+@contextmanager
+def telling_lost_devices() -> Iterator[None]:
+    """Raises DeviceLostError for what a CUDA context does not recover from. Being out of memory is not among that."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceLostError(str(error)) from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLaunch:
     """Implements `gpu_worker.engine.execution.Launch`."""
 
-    arriving: Arriving | None
+    arriving: Arriving
     on_progress: Callable[[], None]
 
     def collect(self) -> list[Sampled | SampleFailure]:
-        ids = self.arriving.wait() if self.arriving is not None else []
+        with telling_lost_devices():
+            ids = self.arriving.wait()
         self.on_progress()
         return [
             SampleFailure(reason=NOT_FINITE) if token_id == NOT_FINITE_ID else Sampled(token_id=token_id)
@@ -121,6 +132,15 @@ class DeviceRunner(ModelRunner):
             for request in requests
         )
 
+    def run(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
+        with telling_lost_devices():
+            return super().run(plan, requests)
+
+    def move(self, moves: BlockMoves) -> None:
+        with telling_lost_devices():
+            super().move(moves)
+
+    @telling_lost_devices()
     @torch.inference_mode()
     def launch(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> DeviceLaunch:
         draws = [draw_of(request, self._limits.vocab_size) for request in requests]
@@ -136,8 +156,8 @@ class DeviceRunner(ModelRunner):
                 self._draw(self._model.logits(chosen), inputs, kind)
         sampled = [planned.sequence_id for planned in plan.sequences if planned.is_sampled]
         self._drawn_row_by_id = {sequence_id: row for row, sequence_id in enumerate(sampled)}
-        arriving = self._drawn.fetch(len(sampled)) if sampled else None
-        return DeviceLaunch(arriving=arriving, on_progress=self._report)
+        # Also of a step that draws nothing: its page is written again once it has been waited for.
+        return DeviceLaunch(arriving=self._drawn.fetch(len(sampled)), on_progress=self._report)
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         size = self._graph_size(plan)

@@ -206,6 +206,8 @@ class NativeEngine:
             return []
         try:
             self._executor.move(plan.moves)
+        except DeviceLostError:
+            raise
         except Exception as error:
             log.exception("moving_blocks_failed", step=self._step)
             filled = {block for _, block in (*plan.moves.from_host, *plan.moves.duplicated)}

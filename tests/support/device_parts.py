@@ -24,4 +24,4 @@ def load_rehearsed(directory: Path, settings: EngineSettings) -> tuple[EnginePar
     graphs = CalledGraphs()
     vocab_size = plain.manifest.vocab_size
     runner = make_runner(loaded, attention, settings=settings, vocab_size=vocab_size, graphs=graphs)
-    return plain, dataclasses.replace(plain, runner=runner), graphs
+    return plain, dataclasses.replace(plain, runner=runner, speculation=None), graphs
