@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from gpu_worker.artifacts.checkpoints import TensorSource, open_checkpoint
 from gpu_worker.artifacts.gguf_description import write_description
+from gpu_worker.artifacts.quantize_at_load import mark_as_int8
 from gpu_worker.artifacts.smoothing import ALPHA, LayerMaxima, Tensors, round_weight, smooth_behind_norm, smooth_layer
 from gpu_worker.artifacts.texts import CALIBRATION
 from gpu_worker.attention.factory import make_attention
@@ -22,7 +23,7 @@ from gpu_worker.layers.linear.factory import LinearFactory
 from gpu_worker.layers.linear.int8 import LARGEST_WEIGHT
 from gpu_worker.layers.linear.port import Linear
 from gpu_worker.layers.linear.unfused import UnfusedLinear
-from gpu_worker.models.config import ModelConfig, read_model_config
+from gpu_worker.models.config import ModelConfig, UnsupportedModelError, read_model_config
 from gpu_worker.models.llama import LlamaModel
 from gpu_worker.models.llama_tensors import (
     EMBEDDING,
@@ -68,9 +69,13 @@ def quantize_directory(
 
     Raises ModelFilesError, also for a source that is not fp32.
     """
-    manifest, config = read_manifest(source), read_model_config(source)
+    manifest = read_manifest(source)
     if manifest.precision != "fp32":
         raise ModelFilesError(f"{source}: of precision {manifest.precision}; only fp32 models are quantized")
+    try:
+        config = read_model_config(source)
+    except UnsupportedModelError:
+        return mark_as_int8(source, target, manifest, name=name)
     head_maxima, layer_maxima = calibrate(source, config, context_length=manifest.context_length)
     checkpoint = open_checkpoint(source, shapes=tensor_shapes(config), ignored_suffixes=ignored_suffixes(config))
     quantized: Tensors = {}

@@ -43,8 +43,6 @@ def load_model(directory: Path, manifest: ModelManifest, *, device: torch.device
     try:
         config = read_model_config(directory)
     except UnsupportedModelError as refusal:
-        if manifest.precision == INT8_PRECISION:
-            raise
         _log.info("model_code", code=TRANSFORMERS, reason=str(refusal))
         return _load_with_transformers(directory, manifest, device=device, dtype=dtype)
     _log.info("model_code", code=NATIVE, reason="the Llama family")
@@ -77,7 +75,13 @@ def _load_with_transformers(
     # Only here is transformers loaded: importing it takes seconds.
     from gpu_worker.models.transformers_model import TransformersModel  # noqa: PLC0415
 
-    model = TransformersModel.load(directory, device=device, dtype=dtype, context_length=manifest.context_length)
+    model = TransformersModel.load(
+        directory,
+        device=device,
+        dtype=dtype,
+        context_length=manifest.context_length,
+        is_int8=manifest.precision == INT8_PRECISION,
+    )
     _check_vocabulary(directory, manifest, model.vocab_size)
     limit = model.max_position_embeddings
     return LoadedModel(

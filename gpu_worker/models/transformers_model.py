@@ -68,29 +68,35 @@ class TransformersModel:
         device: torch.device,
         dtype: torch.dtype,
         context_length: int,
+        is_int8: bool = False,
         make_linear: MakeLinear | None = None,
     ) -> "TransformersModel":
         """The model of `directory`, checked. Raises UnsupportedArchitectureError, WeightsError."""
-        config = _read_config(directory)
-        refuse_config(config)
+        config = check_served(directory)
         with _refusing(config.model_type):
-            with torch.device("meta"):
-                refuse_class(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
             module = _read_weights(directory, device, dtype)
             probe = Probe.make(config.get_text_config(), context_length)
             with torch.inference_mode():
                 expected = [_eager_logits(module, token_ids.to(device)) for token_ids in probe.sequences]
                 layers = _observe(module, probe.sequences[0][:1].to(device))
             refuse_windows(config, tuple(layer.geometry.window for layer in layers), context_length)
-            if device.type == "cpu" and dtype == torch.float32:
-                linears = pack_linears(module, make_linear or LinearFactory())
-                _log.info("transformers_linears", num_packed=len(linears))
             model = cls(module, layers)
+            can_pack = device.type == "cpu" and dtype == torch.float32
+            if can_pack and not is_int8:
+                model.pack(make_linear or LinearFactory())
             with torch.inference_mode():
                 fault = find_fault(model, probe, expected, dtype=dtype)
-        if fault is not None:
-            raise UnsupportedArchitectureError(config.model_type, fault)
+            if fault is not None:
+                raise UnsupportedArchitectureError(config.model_type, fault)
+            if can_pack and is_int8:
+                # Only now: what rounding changes would hide what is wrong.
+                model.pack(make_linear or LinearFactory(), is_int8=True)
         return model
+
+    def pack(self, make_linear: MakeLinear, *, is_int8: bool = False) -> None:
+        """Puts our products in place of the module's linears, rounded to int8 if asked."""
+        linears = pack_linears(self._module, make_linear, is_int8=is_int8)
+        _log.info("transformers_linears", num_packed=len(linears), is_int8=is_int8)
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +121,15 @@ class TransformersModel:
 
     def logits(self, chosen: torch.Tensor) -> torch.Tensor:
         return chosen.float()
+
+
+def check_served(directory: Path) -> Any:
+    """The config of transformers, unless that or the model's class is refused. Raises UnsupportedArchitectureError."""
+    config = _read_config(directory)
+    refuse_config(config)
+    with _refusing(config.model_type), torch.device("meta"):
+        refuse_class(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    return config
 
 
 def _read_config(directory: Path) -> Any:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from gpu_worker.artifacts.quantize import quantize_directory
 from gpu_worker.artifacts.weights import WeightsError
 from gpu_worker.engine.loading import EngineParts, load_parts, make_engine
 from gpu_worker.engine.settings import EngineSettings
@@ -22,6 +23,7 @@ from gpu_worker.models.transformers_linears import PackedLinear
 from gpu_worker.models.transformers_refusals import UnsupportedArchitectureError
 from service_kit.model_manifest import read_manifest
 from tests.support.engine_runs import make_spec, run_to_end
+from tests.support.teacher_forcing import packed_logits
 from tests.support.tiny_decoders import REFUSED, SERVED, make_config_only, make_tiny_decoder
 from tests.support.tiny_models import encode
 
@@ -166,6 +168,29 @@ def test_a_window_that_no_layer_tells_is_refused(made, monkeypatch):
     for name in ("Gemma 2", "Phi-3"):
         with pytest.raises(UnsupportedArchitectureError, match=r"sliding_window: 1[13], but a layer does not"):
             load_parts(made(name), CHECK)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Gemma 2"])
+def test_an_int8_form_is_rounded_at_load_and_nearly_the_same(name, made, tmp_path):
+    quantize_directory(made(name), tmp_path, name="rounded")
+    prompt, block_size = [PROMPTS["long"]], CHECK.block_size
+    parts = [load_parts(directory, CHECK) for directory in (made(name), tmp_path, tmp_path)]
+    assert [each.capabilities.precision for each in parts] == ["fp32", "int8", "int8"]
+    exact, rounded, again = (packed_logits(each.runner, prompt, block_size=block_size, chunks=(9, 1)) for each in parts)
+    largest = max(float(row.abs().max()) for row in exact.values())
+    errors = [float((row - rounded[place]).abs().max()) / largest for place, row in exact.items()]
+    assert 1e-5 < max(errors) < 0.1
+    assert all(torch.equal(row, again[place]) for place, row in rounded.items())
+
+
+def test_what_is_refused_has_no_int8_form_either(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    make_config_only(source, *REFUSED["Falcon"][:2])
+    with pytest.raises(UnsupportedArchitectureError, match="attention interface"):
+        quantize_directory(source, target, name="rounded")
+    assert not list(target.iterdir())
 
 
 def test_every_product_is_packed(made):

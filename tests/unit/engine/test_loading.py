@@ -8,11 +8,10 @@ from gpu_worker.engine import loading
 from gpu_worker.engine.loading import load_native_engine
 from gpu_worker.engine.settings import EngineSettings, EngineStartError
 from gpu_worker.kernels.library import load_cpu_kernels
-from gpu_worker.models.config import UnsupportedModelError
 from gpu_worker.models.transformers_refusals import UnsupportedArchitectureError
 from service_kit.model_manifest import ModelFilesError, read_manifest
 from tests.support.engine_runs import make_spec, run_to_end
-from tests.support.tiny_models import make_tiny_llama, read_config
+from tests.support.tiny_models import make_tiny_llama, quantize_tiny, read_config
 
 
 @pytest.fixture
@@ -93,11 +92,11 @@ def test_a_model_that_nobody_computes_is_refused(directory):
         load_native_engine(directory, settings=EngineSettings(threads=1))
 
 
-def test_an_int8_model_is_computed_by_our_own_code_or_not_at_all(directory):
-    change_config(directory, hidden_act="gelu")
-    dataclasses.replace(read_manifest(directory), precision="int8").write(directory)
-    with pytest.raises(UnsupportedModelError, match="hidden_act"):
-        load_native_engine(directory, settings=EngineSettings(threads=1))
+def test_int8_weights_are_computed_by_our_own_code_or_not_at_all(directory):
+    quantized = quantize_tiny(directory)
+    change_config(quantized, hidden_act="gelu")
+    with pytest.raises(WeightsError, match=r"unexpected tensors: .*weight_scale"):
+        load_native_engine(quantized, settings=EngineSettings(threads=1))
 
 
 def test_weights_that_do_not_fit_the_config_are_refused(directory):
