@@ -4,7 +4,9 @@ import tempfile
 from pathlib import Path
 
 from service_kit.gguf.files import is_gguf, model_name, part_paths
+from service_kit.gguf.header import read_header
 from service_kit.model_manifest import ModelFilesError, find_model, read_manifest
+from service_kit.tokenizer_files import read_tokenizer_text
 from sluice.errors import UserError
 from sluice.home import Home
 
@@ -20,6 +22,7 @@ def bring_gguf(home: Home, text: str) -> str:
         raise UserError(f"{path.name!r} gives no model name: rename the file")
     try:
         read_manifest(path)
+        _check(path)
     except ModelFilesError as error:
         raise UserError(f"this file cannot be served: {error}") from error
     if path.parent == home.models.absolute():
@@ -38,6 +41,16 @@ def bring_gguf(home: Home, text: str) -> str:
 def is_file_name(text: str) -> bool:
     """Whether `--model` names a file and not a model of the cache."""
     return is_gguf(Path(text))
+
+
+def _check(path: Path) -> None:
+    """What gateway and worker would refuse it for, before anything is started. Raises ModelFilesError."""
+    from gpu_worker.artifacts.gguf_tensors import GgufTensors  # noqa: PLC0415 - numpy and gguf take a second to load
+    from gpu_worker.models.config import read_model_config  # noqa: PLC0415
+    from gpu_worker.models.llama_tensors import tensor_shapes  # noqa: PLC0415
+
+    read_tokenizer_text(path)
+    GgufTensors(read_header(path)).require(tensor_shapes(read_model_config(path)))
 
 
 def _link(link: Path, target: Path) -> None:

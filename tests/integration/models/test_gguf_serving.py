@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.model_registry import ModelRegistry
+from gateway.tokenization import TextEncoder
 from gpu_worker.artifacts.simulated_model import VOCAB_SIZE
 from gpu_worker.engine.loading import load_native_engine, load_parts
 from gpu_worker.engine.settings import EngineSettings
@@ -77,6 +78,26 @@ async def test_a_file_that_changes_is_another_revision_and_a_broken_one_keeps_th
     assert [model.manifest.model for model in registry.models()] == ["tiny"]
 
 
+async def test_a_file_that_the_gateway_cannot_use_is_tried_once_until_it_is_another(made, tmp_path, monkeypatch):
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, made / "model", pre="unheard-of")
+    tried: list[Path] = []
+
+    class CountingEncoder(TextEncoder):
+        def __init__(self, model: Path) -> None:
+            tried.append(model)
+            super().__init__(model)
+
+    monkeypatch.setattr("gateway.model_registry.TextEncoder", CountingEncoder)
+    registry = ModelRegistry(tmp_path)
+    for _ in range(3):
+        await registry.rescan()
+    assert (registry.models(), tried) == ([], [path])
+    shutil.copy(made / "tiny.gguf", path)
+    await registry.rescan()
+    assert [model.manifest.model for model in registry.models()] == ["tiny"]
+
+
 def test_the_revision_is_that_of_the_content_and_not_of_the_name_or_place(made, tmp_path):
     shutil.copy(made / "tiny.gguf", tmp_path / "other.gguf")
     first, second = read_manifest(made / "tiny.gguf"), read_manifest(tmp_path / "other.gguf")
@@ -128,6 +149,10 @@ def test_a_name_that_is_taken_and_a_file_that_cannot_be_read_are_refused(made, h
         bring_gguf(home, str(tmp_path / "broken.gguf"))
     with pytest.raises(UserError, match=r"absent\.gguf"):
         bring_gguf(home, str(tmp_path / "absent.gguf"))
+    write_gguf(tmp_path / "moe.gguf", made / "model", changes={"llama.expert_count": 8})
+    with pytest.raises(UserError, match=r"cannot be served: .*llama\.expert_count: 8 is not understood"):
+        bring_gguf(home, str(tmp_path / "moe.gguf"))
+    assert list(home.models.iterdir()) == [home.models / "tiny"]
 
 
 def test_an_int8_model_is_made_of_a_file(made, home):
