@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint lint-types lint-imports lint-ruff lint-protos fmt kernels protos protos-check bench-core bench-engine bench-recovery bench-fairness bench-retention bench-stores chaos chaos-mutation clean
+.PHONY: help demo up test test-fast lint lint-types lint-imports lint-ruff lint-protos fmt kernels protos protos-check bench-core bench-engine bench-speculation bench-recovery bench-fairness bench-retention bench-stores chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -52,6 +52,11 @@ bench-engine: $(READY) $(KERNELS) ## how fast the engine is alone, through gRPC,
 	$(BIN)/sluice models pull smollm2-135m-instruct
 	test -d .sluice/models/smollm2-135m-instruct-int8 || $(BIN)/sluice models quantize smollm2-135m-instruct
 	$(BIN)/python -m bench.engine $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+bench-speculation: $(READY) $(KERNELS) ## what speculation gains at 1 and costs at 32 requests, each figure with its limit: ARGS="--only one --threads 1"
+	$(BIN)/sluice models pull smollm2-135m-instruct
+	test -d .sluice/models/smollm2-135m-instruct-int8 || $(BIN)/sluice models quantize smollm2-135m-instruct
+	$(BIN)/python -m bench.speculation $(ARGS)
 
 bench-recovery: TRIALS = 30
 bench-recovery: $(READY) ## how long streams pause when a process dies or hangs, each figure with its limit: TRIALS=30

@@ -120,14 +120,14 @@ def _spec(name: str, prompt: tuple[int, ...], *, num_output: int, temperature: f
 def measure_one(bench: Bench) -> Iterator[Figure]:
     """One request at a time."""
     for way, temperature in (("greedy", 0.0), ("seeded", 0.5)):
-        found = bench.compare([bench.copying(1)], num_output=120, temperature=temperature)
+        found = bench.compare([bench.copying(1)], num_output=80, temperature=temperature)
         name = f"{bench.name}, 1 request, copying, {way}"
         limits = {"at_least": 1.8} if way == "greedy" else {}
         yield Figure(name=f"{name}: tokens per step", value=found.tokens_per_step, **limits)
         limits = {"at_least": 1.4} if way == "greedy" else {}
         yield Figure(name=f"{name}: time of plain / its own", value=found.gain, note=_note(found), **limits)
     for way, prompt in (("prose", bench.prose(1)), ("noise", bench.noise(1))):
-        found = bench.compare([prompt], num_output=120, temperature=0.8)
+        found = bench.compare([prompt], num_output=80, temperature=0.8)
         yield Figure(
             name=f"{bench.name}, 1 request, {way}, seeded: time of plain / its own", value=found.gain, at_least=0.97,
             note=_note(found),
@@ -141,7 +141,7 @@ def measure_many(bench: Bench) -> Iterator[Figure]:
         ("prose, seeded", bench.prose, 0.8),
         ("noise, seeded", bench.noise, 0.8),
     ):
-        found = bench.compare([prompt_of(number) for number in range(MANY)], num_output=64, temperature=temperature)
+        found = bench.compare([prompt_of(number) for number in range(MANY)], num_output=40, temperature=temperature)
         yield Figure(
             name=f"{bench.name}, {MANY} requests, {way}: time of plain / its own", value=found.gain, at_least=0.97,
             note=_note(found),
@@ -165,7 +165,7 @@ def _note(found: Comparison) -> str:
 
 def measure(settings: EngineSettings, groups: list[str]) -> Iterator[Figure]:
     """The figures of the chosen groups."""
-    for directory in (FP32, INT8):
+    for directory in (INT8, FP32):
         if {"one", "many"} & set(groups):
             bench = Bench(directory, settings)
             yield from measure_one(bench) if "one" in groups else ()
