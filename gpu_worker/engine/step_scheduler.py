@@ -267,8 +267,13 @@ class StepScheduler:
         decoding = [(sequence, room) for sequence, room in decoding if room > 0]
         if not decoding or draft.budget == 0:
             return
-        num_rows = self._limits.token_budget - draft.budget
-        proposals = drafts.propose(DraftableStep(decoding=tuple(decoding), num_rows=num_rows, room=draft.budget))
+        step = DraftableStep(
+            decoding=tuple(decoding),
+            num_rows=self._limits.token_budget - draft.budget,
+            room=draft.budget,
+            target_s=self._limits.target_step_s,
+        )
+        proposals = drafts.propose(step)
         for sequence, room in decoding:
             num_slots = (len(sequence.block_table) + self._pool.num_free) * self._pool.block_size
             most = min(room, draft.budget, num_slots - sequence.num_tokens)

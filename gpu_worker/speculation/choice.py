@@ -18,10 +18,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrice:
-    """seconds: of a step by its rows. propose_seconds: by the most tokens that one sequence gets."""
+    """seconds: of a step by its rows. propose_seconds: by the most tokens that one sequence gets. target_s: rows that make a
+    step take longer are not taken; None for no bound."""
 
     seconds: Callable[[int], float]
     propose_seconds: Callable[[int], float]
+    target_s: float | None = None
 
 
 def choose(offers: Sequence[Rates], *, num_rows: int, most: int, price: StepPrice) -> Choice:
@@ -37,7 +39,10 @@ def choose(offers: Sequence[Rates], *, num_rows: int, most: int, price: StepPric
     for count, (value, place, _) in enumerate(worth, start=1):
         num_expected += value
         depth = max(depth, -place)
-        rate = num_expected / (price.seconds(num_rows + count) + price.propose_seconds(depth))
+        seconds = price.seconds(num_rows + count) + price.propose_seconds(depth)
+        if price.target_s is not None and seconds > price.target_s:
+            break
+        rate = num_expected / seconds
         if rate > best_rate:
             best, best_rate = count, rate
     counts = [0] * len(offers)

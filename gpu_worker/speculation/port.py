@@ -18,11 +18,13 @@ class DraftableStep:
 
     decoding: sequences of which only the newest token is computed, in order, each with the number of proposed tokens that it
     can take. num_rows: rows of the step so far, those of prefills included. room: rows that may still be added.
+    target_s: the step is to take no longer because of them; None for no bound.
     """
 
     decoding: tuple[tuple[ScheduledSequence, int], ...]
     num_rows: int
     room: int
+    target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class Speculator:
         offers = self._proposer.offer(step.decoding, self._max_draft_tokens)
         if not any(offers):
             return _NO_PROPOSALS
-        price = StepPrice(seconds=self._cost.predict, propose_seconds=self._proposer.seconds)
+        price = StepPrice(seconds=self._cost.predict, propose_seconds=self._proposer.seconds, target_s=step.target_s)
         choice = choose(offers, num_rows=step.num_rows, most=step.room, price=price)
         self._is_on = choice.gain >= (_GAIN_TO_GO_ON if self._is_on else _GAIN_TO_START)
         if not self._is_on:

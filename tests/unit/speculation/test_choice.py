@@ -38,6 +38,11 @@ def test_a_dear_proposer_is_not_asked():
     assert (choice.counts, choice.gain) == ((0,), 1.0)
 
 
+def test_rows_that_would_make_a_step_too_long_are_not_taken():
+    price = StepPrice(seconds=lambda rows: 1.0 + 0.1 * rows, propose_seconds=lambda _: 0.0, target_s=1.45)
+    assert choose([(0.99,) * 6], num_rows=1, most=10, price=price).counts == (3,)
+
+
 def test_a_step_in_the_cost_is_looked_beyond():
     # The second row is dear, four more come with it: only many tokens pay.
     tiles = StepPrice(seconds=lambda rows: 1.0 if rows < 2 else 2.0, propose_seconds=lambda _: 0.0)
