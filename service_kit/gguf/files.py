@@ -8,8 +8,8 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this path is that of a GGUF file, by its name."""
-    return path.suffix.lower() == SUFFIX
+    """Whether this path is that of a GGUF file, which may be absent, by its name; a directory is none, whatever its name."""
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
 
 
 def model_name(path: Path) -> str:

@@ -1,5 +1,6 @@
 """A GGUF file is a model wherever a model directory is: for the gateway, for the engine, on the command line."""
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -119,6 +120,11 @@ def test_a_named_file_is_linked_and_found_by_its_name(made, home, tmp_path):
     assert link.readlink() == made / "tiny.gguf"
     assert list_manifests(home.models) == {"tiny": link}
     assert bring_gguf(home, str(link)) == "tiny", "it is there already"
+    directory = home.models / "directory.gguf"
+    shutil.copytree(made / "model", directory)
+    dataclasses.replace(read_manifest(directory), model="directory.gguf").write(directory)
+    assert list_manifests(home.models) == {"directory.gguf": directory, "tiny": link}
+    assert find_model(home.models, "directory.gguf") == directory
     shutil.copy(made / "tiny.gguf", tmp_path / "tiny.gguf")
     bring_gguf(home, str(tmp_path / "tiny.gguf"))
     assert link.readlink() == tmp_path / "tiny.gguf", "the file that was named last"
