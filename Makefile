@@ -13,7 +13,7 @@ KERNELS := gpu_worker/kernels/cpu_kernels.so
 KERNEL_SOURCES := $(wildcard gpu_worker/kernels/*.cpp gpu_worker/kernels/*.h) gpu_worker/kernels/build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up test test-fast lint lint-types lint-imports lint-ruff lint-protos fmt kernels protos protos-check bench-core bench-engine bench-speculation bench-recovery bench-fairness bench-retention bench-stores chaos chaos-mutation clean
+.PHONY: help demo up test test-fast lint lint-types lint-imports lint-ruff lint-protos fmt kernels protos protos-check bench-core bench-engine bench-speculation bench-recovery bench-fairness bench-retention bench-stores gpu-check chaos chaos-mutation clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -77,6 +77,9 @@ chaos: $(READY) ## random faults, exact checks: TRIALS=200 SEED=1 ENGINE=sim|rea
 
 chaos-mutation: $(READY) ## plant known faults in a copy of the tree; the chaos trials must find each
 	$(BIN)/python -m tests.chaos.mutation --seed $(SEED)
+
+gpu-check: $(READY) ## run the GPU tests and measure a random 1B model on this machine's GPU, under six minutes: ARGS=--dry without one
+	$(BIN)/python -m bench.gpu_check $(ARGS)
 
 lint: $(READY) ## ruff, mypy strict, import rules, buf, side by side
 	$(MAKE) --no-print-directory --jobs --keep-going --output-sync=target lint-types lint-imports lint-ruff lint-protos protos-check

@@ -148,8 +148,7 @@ class DeviceRunner(ModelRunner):
         inputs = self._send(plan, draws, size)
         kind = kind_of(draws)
         if size is not None:
-            self._graphs.replay((_MODEL, size))
-            self._graphs.replay((kind, size))
+            self._replay(size, kind)
         else:
             chosen = self._forward_rows(inputs)
             if draws:
@@ -158,6 +157,14 @@ class DeviceRunner(ModelRunner):
         self._drawn_row_by_id = {sequence_id: row for row, sequence_id in enumerate(sampled)}
         # Also of a step that draws nothing: its page is written again once it has been waited for.
         return DeviceLaunch(arriving=self._drawn.fetch(len(sampled)), on_progress=self._report)
+
+    def replay(self, num_rows: int, kind: DrawKind) -> None:
+        """Once more the decode that was sent last, whatever it was, padded as one of so many rows; for measurements."""
+        self._replay(self._sizes[bisect_left(self._sizes, num_rows)], kind)
+
+    def _replay(self, size: int, kind: DrawKind) -> None:
+        self._graphs.replay((_MODEL, size))
+        self._graphs.replay((kind, size))
 
     def logits(self, plan: StepPlan) -> torch.Tensor:
         size = self._graph_size(plan)
