@@ -135,6 +135,11 @@ REFUSED: dict[str, tuple[str, Fields, str]] = {
         {**_COMMON, "head_dim": 16, "num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]},
         "'chunked_attention' is not paged",
     ),
+    "GPT-2 in GPTQ": (
+        "gpt2",
+        {**SERVED["GPT-2"][1], "quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantization_config: such weights are not read",
+    ),
     "T5": ("t5", {**_VOCABULARY, "d_model": 64, "num_layers": 2, "num_heads": 4}, "has an encoder"),
 }  # fmt: skip
 
