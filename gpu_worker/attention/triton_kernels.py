@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Any number of rows: not compiled anew for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["num_rows"])
 def store_rows(
     key, value, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     keys, values, slots, num_rows,

@@ -142,6 +142,8 @@ def _load_draft(
         num_blocks=None,
         num_host_blocks=0,
         memory_share=settings.draft_memory_share,
+        # Of a device, what the first model left.
+        device_memory_share=min(1.0, settings.device_memory_share + settings.draft_memory_share),
         speculation="off",
         draft_model=None,
     )

@@ -145,8 +145,8 @@ class Run:
 
 
 def sized(lengths: list[int], backend: str) -> list[int]:
-    """Half the lengths for the backend that an interpreter runs."""
-    return [-(-length // 2) for length in lengths] if backend == "triton" else lengths
+    """A third of the lengths for the backend that an interpreter runs."""
+    return [-(-length // 3) for length in lengths] if backend == "triton" else lengths
 
 
 def place(shape: AttentionShape, lengths: list[int], rng: random.Random) -> list[tuple[int, ...]]:

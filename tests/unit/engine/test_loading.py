@@ -77,6 +77,7 @@ def test_an_engine_without_memory_for_one_full_sequence_does_not_start(directory
         ({"threads": 0}, "threads"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"memory_share": 1.5}, "memory_share"),
+        ({"device_memory_share": 0.0}, "device_memory_share"),
         ({"max_running": 0}, "max_running"),
         ({"token_budget": 3, "max_running": 4}, "token_budget"),
     ],
