@@ -25,6 +25,7 @@ from service_kit.sampling import SamplingParams
 
 MODELS = Path(".sluice/models")
 FP32, INT8 = MODELS / "smollm2-135m-instruct", MODELS / "smollm2-135m-instruct-int8"
+DIRECTORY_BY_PRECISION = {"int8": INT8, "fp32": FP32}
 NUM_BLOCKS = 1600
 MANY = 32
 
@@ -163,9 +164,9 @@ def _note(found: Comparison) -> str:
     return f"{100 * found.accepted:.0f} % of proposed tokens accepted"
 
 
-def measure(settings: EngineSettings, groups: list[str]) -> Iterator[Figure]:
+def measure(settings: EngineSettings, groups: list[str], models: list[str]) -> Iterator[Figure]:
     """The figures of the chosen groups."""
-    for directory in (INT8, FP32):
+    for directory in (DIRECTORY_BY_PRECISION[name] for name in models):
         if {"one", "many"} & set(groups):
             bench = Bench(directory, settings)
             yield from measure_one(bench) if "one" in groups else ()
@@ -179,11 +180,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     names = ["one", "many", "draft"]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="groups of figures")
+    precisions = list(DIRECTORY_BY_PRECISION)
+    parser.add_argument("--models", nargs="+", choices=precisions, default=precisions, help="of the first two groups")
     parser.add_argument("--threads", type=int, help="threads of the engine; default: what the process may use")
     arguments = parser.parse_args()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     settings = EngineSettings(num_blocks=NUM_BLOCKS, threads=arguments.threads)
-    return report(measure(settings, arguments.only))
+    return report(measure(settings, arguments.only, arguments.models))
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def test_the_same_rates_pay_for_one_and_not_for_many():
 
 def test_what_pays_little_goes_on_but_does_not_start():
     proposer = Offers(0.5)
-    cost = RowCost([(1, 1.0), (2, 1.425)])
+    cost = RowCost([(1, 1.0), (2, 1.38)])
     speculator = Speculator(proposer, cost, max_draft_tokens=7, timer=lambda: 0.0)
     assert speculator.propose(step_of(1)) == {}
     proposer.rates = (0.9,)
