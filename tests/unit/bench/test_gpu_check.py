@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from bench.gpu_check.measure import Measurement, table, union_seconds
+from tests.support.paged_attention import need_triton
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_the_table_has_a_line_for_each_number_of_requests():
 
 
 def test_the_dry_check_exercises_everything_but_the_device(tmp_path):
-    pytest.importorskip("triton", reason="Triton is made for Linux on x86-64")
+    need_triton()
     command = [sys.executable, "-m", "bench.gpu_check", "--dry", "--out", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert result.returncode == 0, result.stderr[-3000:]

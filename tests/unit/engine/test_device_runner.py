@@ -21,6 +21,7 @@ from gpu_worker.engine.sequence import BlockMoves, PlannedSequence, StepPlan
 from gpu_worker.engine.settings import EngineSettings
 from tests.support.device_parts import load_rehearsed
 from tests.support.engine_runs import make_spec, run_to_end
+from tests.support.paged_attention import need_triton
 from tests.support.tiny_models import make_tiny_llama
 
 SETTINGS = EngineSettings(num_blocks=40, block_size=8, max_running=4, token_budget=16, speculation="off")
@@ -28,7 +29,7 @@ SETTINGS = EngineSettings(num_blocks=40, block_size=8, max_running=4, token_budg
 
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
-    pytest.importorskip("triton", reason="Triton is made for Linux on x86-64")
+    need_triton()
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("here the kernels run on the GPU")
     directory = tmp_path_factory.mktemp("tiny")
