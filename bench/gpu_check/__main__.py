@@ -54,7 +54,7 @@ WET = Check(
     output_tokens=128,
     num_repeats=40,
     # Of the suite that all backends share, as much as compiles in the time: each shape is a kernel of its own.
-    tests=(*_TESTS, "-k", "on_a_gpu or test_triton or (mixed and triton and (grouped or window or softcap))"),
+    tests=(*_TESTS, "-k", "gpu or test_triton or (mixed and triton and (four or softcap))"),
 )
 DRY = Check(
     size=TINY,
