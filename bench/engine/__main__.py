@@ -124,7 +124,9 @@ def page_lines(results: Results, groups: Sequence[str]) -> list[str]:
     lines = [f"{machine} Ratios are medians of the rounds' ratios, with the least and the most of them."]
     workloads = [name for name in (*_TIMED, "naive") if any(work == name for _, work in results.samples)]
     if workloads:
-        lines += ["", *speed_table(results.samples, workloads), "", *bound_table(results.samples, PRECISIONS)]
+        lines += ["", *speed_table(results.samples, workloads)]
+    if bounds := bound_table(results.samples, PRECISIONS):
+        lines += ["", *bounds]
     lines += ["", *figure_table(results.figures)]
     lines += [f"\n{name} broke off." for name in results.broken]
     left_out = [name for name in _GROUPS if name not in groups]
