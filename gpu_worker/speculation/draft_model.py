@@ -70,7 +70,8 @@ class DraftModelProposer:
         self._samplings: dict[str, SamplingParams] = {}
         self._sequences: dict[str, ScheduledSequence] = {}
         self._request_behind: RequestBehind | None = None
-        self._num_idle = 0
+        # The first step is a trial.
+        self._num_idle = _PROBE_EVERY - 1
         self._num_missing = 0
         self._is_broken = False
 

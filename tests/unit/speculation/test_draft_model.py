@@ -1,0 +1,54 @@
+"""When a draft model is asked, and what happens when it cannot answer."""
+
+from gpu_worker.engine.block_pool import BlockPool
+from gpu_worker.engine.execution import SampleRequest
+from gpu_worker.engine.sequence import Sequence
+from gpu_worker.speculation.draft_model import DraftModelProposer
+from gpu_worker.speculation.row_cost import RowCost
+from service_kit.sampling import SamplingParams
+
+
+class Broken:
+    def run(self, plan, requests):
+        raise RuntimeError("out of memory")
+
+    def forget(self, sequence_id): ...
+
+
+def make_proposer():
+    proposer = DraftModelProposer(
+        Broken(), pool=BlockPool(num_blocks=8, block_size=4), context_length=12, cost=RowCost([(1, 0.001)])
+    )
+    sampling = SamplingParams(max_output_tokens=9, temperature=0.0)
+    proposer.bind(
+        lambda name, drafts: SampleRequest(
+            sequence_id=name, sampling=sampling, position=1 + len(drafts), token_ids=[1], num_prompt_tokens=1
+        )
+    )
+    return proposer
+
+
+def sequence_of(num_tokens):
+    return Sequence(sequence_id="s", token_ids=[1] * num_tokens, num_prompt_tokens=1, max_total_tokens=99, priority=1)
+
+
+def test_it_is_tried_at_first_and_then_now_and_then():
+    proposer = make_proposer()
+    rates = [proposer.offer([(sequence_of(3), 4)], 4)[0][0] for _ in range(513)]
+    assert [number for number, rate in enumerate(rates) if rate >= 0.9] == [0, 256, 512]
+
+
+def test_nothing_is_proposed_beyond_its_own_context():
+    proposer = make_proposer()
+    assert len(proposer.offer([(sequence_of(10), 5)], 5)[0]) == 2
+    assert proposer.offer([(sequence_of(20), 5)], 5) == [()]
+
+
+def test_after_a_failure_it_is_not_asked_again():
+    proposer = make_proposer()
+    decoding = [(sequence_of(3), 4)]
+    assert proposer.offer(decoding, 4) != [()]
+    assert proposer.propose({"s": 2}) == {}
+    assert proposer.offer(decoding, 4) == [()]
+    proposer.forget("s")
+    proposer.check_integrity()
