@@ -106,7 +106,7 @@ class Bench:
         load = speculating.engine.load_report()
         return Comparison(
             gain=plain.seconds / speculating.seconds,
-            tokens_per_step=speculating.num_decoded / speculating.num_decode_steps,
+            tokens_per_step=speculating.num_decoded / max(1, speculating.num_decode_steps),
             accepted=load.num_accepted_draft_tokens / max(1, load.num_draft_tokens),
         )
 
