@@ -93,9 +93,7 @@ def load_parts(
         num_blocks=num_blocks, block_size=settings.block_size, num_host_blocks=settings.num_host_blocks
     )
     attention = _allocate_kv_memory(loaded.layers, blocks, make_backend)
-    runner = make_runner(
-        loaded, attention, settings=settings, vocab_size=manifest.vocab_size, on_progress=on_progress
-    )
+    runner = make_runner(loaded, attention, settings=settings, vocab_size=manifest.vocab_size, on_progress=on_progress)
     warm_up = _warm_up(runner, min(settings.block_size, settings.token_budget, context_length))
     capabilities = Capabilities(
         engine="native",

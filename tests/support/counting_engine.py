@@ -57,8 +57,15 @@ class CountingEngine(NativeEngine):
 
 
 def make_engine(
-    *, num_blocks=32, max_running=8, token_budget=32, context_length=128, max_tokens_at_once=1000, clock=None,
-    executor=None, **fields
+    *,
+    num_blocks=32,
+    max_running=8,
+    token_budget=32,
+    context_length=128,
+    max_tokens_at_once=1000,
+    clock=None,
+    executor=None,
+    **fields,
 ):
     return CountingEngine(
         executor=executor or CountingExecutor(max_tokens_at_once=max_tokens_at_once),
