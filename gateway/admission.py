@@ -115,6 +115,7 @@ class Admission:
             submission = Submission(
                 generation_id=new.generation_id,
                 request_id=new.request_id,
+                is_named=new.is_named,
                 request_hash=request_hash(spec),
                 key=key,
                 manifest=model.manifest,

@@ -39,7 +39,17 @@ class SchedulerClient:
 
     async def submit(self, request: scheduler_pb2.SubmitRequest) -> scheduler_pb2.SubmitResponse:
         """Raises AlreadyExistsError, QuotaExceededError, UnavailableError and what else the scheduler refuses with."""
-        return await self._call(lambda stub: stub.Submit(request, timeout=_CALL_TIMEOUT.total_seconds()))
+
+        async def ask(stub: Any) -> scheduler_pb2.SubmitResponse:
+            try:
+                response: scheduler_pb2.SubmitResponse = await stub.Submit(
+                    request, timeout=_CALL_TIMEOUT.total_seconds()
+                )
+            finally:
+                request.is_new = False  # it may be committed, whatever came back
+            return response
+
+        return await self._call(ask)
 
     async def cancel(self, request: scheduler_pb2.CancelRequest) -> scheduler_pb2.CancelResponse:
         """Raises NotFoundError, UnavailableError."""

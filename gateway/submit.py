@@ -29,6 +29,8 @@ class Submission:
 
     generation_id: GenerationId
     request_id: RequestId
+    is_named: bool
+    """Whether the client named the request id."""
     request_hash: bytes
     key: ApiKey
     manifest: ModelManifest
@@ -139,6 +141,7 @@ def encode_submit(submission: Submission) -> scheduler_pb2.SubmitRequest:
         deadline=_duration(times.deadline),
         traceparent=submission.traceparent,
         store=times.is_stored,
+        is_new=not submission.is_named,
     )
 
 

@@ -44,6 +44,14 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """`is_new`: nobody can know its request id yet."""
+
+    generation: NewGeneration
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Claim:
     """A place in a queue that is taken before the entry is there."""
 
@@ -77,7 +85,7 @@ class Admission:
         self._crash_points = crash_points
         self._on_queued = on_queued
         self._pulse = pulse
-        self._checks: Batcher[NewGeneration, SubmitResult | SluiceError | None] = Batcher(self._check)
+        self._checks: Batcher[_Asked, SubmitResult | SluiceError | None] = Batcher(self._check)
         self._commits: Batcher[NewGeneration, SubmitResult] = Batcher(self._commit)
         self._claims: dict[GenerationId, _Claim] = {}
         """Places of what has passed its check and is not queued yet."""
@@ -89,8 +97,9 @@ class Admission:
         """Requests that have passed their check and are not queued yet."""
         return len(self._claims)
 
-    async def submit(self, generation: NewGeneration, *, has_seed: bool) -> Submitted:
-        """Commits the generation, or finds the one that has its request_id: that one attaches whatever is full. Raises
+    async def submit(self, generation: NewGeneration, *, has_seed: bool, is_new: bool = False) -> Submitted:
+        """Commits the generation, or finds the one that has its request_id: that one attaches whatever is full. With `is_new`
+        nobody can know the request_id yet, so that a refusal costs no look into the store. Raises
         AlreadyExistsError when it has other arguments, InvalidArgumentError for what no worker can hold,
         QuotaExceededError when the tenant has its share of the queue, UnavailableError when nothing can be committed, the
         queue is full or the model has no worker."""
@@ -99,7 +108,7 @@ class Admission:
         if not has_seed:
             seeded = replace(generation.sampling, seed=secrets.randbelow(MAX_SEED))
             generation = replace(generation, sampling=seeded)
-        result = await self._commit_in_time(generation)
+        result = await self._commit_in_time(_Asked(generation=generation, is_new=is_new))
         if isinstance(result, SluiceError):
             raise result
         if result.kind is SubmitKind.CONFLICT:
@@ -109,15 +118,15 @@ class Admission:
             )
         return result
 
-    async def _commit_in_time(self, generation: NewGeneration) -> Submitted | SluiceError:
+    async def _commit_in_time(self, asked: _Asked) -> Submitted | SluiceError:
         """Raises UnavailableError as soon as the store does not answer. What was handed in may be committed later all the
         same: the caller comes again with its request id, or nobody ever reads it and its grace ends it."""
         if self._pulse is None:
-            return await self._take(generation)
-        return await self._pulse.while_answering(lambda: self._take(generation))
+            return await self._take(asked)
+        return await self._pulse.while_answering(lambda: self._take(asked))
 
-    async def _take(self, generation: NewGeneration) -> Submitted | SluiceError:
-        taking = asyncio.create_task(self._check_and_commit(generation))
+    async def _take(self, asked: _Asked) -> Submitted | SluiceError:
+        taking = asyncio.create_task(self._check_and_commit(asked))
         self._taking.add(taking)
         taking.add_done_callback(self._on_taken)
         return await asyncio.shield(taking)
@@ -127,10 +136,11 @@ class Admission:
         if not taking.cancelled():
             taking.exception()  # a caller that went away must not make it "never retrieved"
 
-    async def _check_and_commit(self, generation: NewGeneration) -> Submitted | SluiceError:
+    async def _check_and_commit(self, asked: _Asked) -> Submitted | SluiceError:
         """Goes on when its caller has gone, so that it gives its claim back."""
+        generation = asked.generation
         try:
-            checked = await self._checks.submit(generation)
+            checked = await self._checks.submit(asked)
             if isinstance(checked, SluiceError):
                 return checked
             if checked is not None:
@@ -142,13 +152,13 @@ class Admission:
         finally:
             self._claims.pop(generation.generation_id, None)
 
-    async def _check(self, generations: Sequence[NewGeneration]) -> list[SubmitResult | SluiceError | None]:
+    async def _check(self, asked: Sequence[_Asked]) -> list[SubmitResult | SluiceError | None]:
         """None for what may be committed; it has a claim to its place then."""
         self._crash_points.hit("submit.received")
-        results = await self._attach(generations, await self._refusals(generations))
+        results = await self._attach(asked, await self._refusals([each.generation for each in asked]))
         attached = [
-            (generation, result)
-            for generation, result in zip(generations, results, strict=True)
+            (each.generation, result)
+            for each, result in zip(asked, results, strict=True)
             if isinstance(result, SubmitResult)
         ]
         await self._settle_reservations(attached)
@@ -190,14 +200,14 @@ class Admission:
         return refusals
 
     async def _attach(
-        self, generations: Sequence[NewGeneration], refusals: Sequence[SluiceError | None]
+        self, asked: Sequence[_Asked], refusals: Sequence[SluiceError | None]
     ) -> list[SubmitResult | SluiceError | None]:
         """The refusals, but for those whose request_id is known: these find their generation."""
         results: list[SubmitResult | SluiceError | None] = list(refusals)
-        refused = [index for index, refusal in enumerate(refusals) if refusal is not None]
-        if refused:
-            known = await self._store.attach_many([generations[index] for index in refused])
-            for index, result in zip(refused, known, strict=True):
+        sought = [index for index, refusal in enumerate(refusals) if refusal is not None and not asked[index].is_new]
+        if sought:
+            known = await self._store.attach_many([asked[index].generation for index in sought])
+            for index, result in zip(sought, known, strict=True):
                 results[index] = result or refusals[index]
         return results
 

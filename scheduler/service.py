@@ -35,7 +35,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         with tracer().start_as_current_span(
             "scheduler.submit", attributes={"generation_id": request.generation_id, "model": request.model}
         ):
-            submitted = await self._admission.submit(decode_submit(request), has_seed=request.has_seed)
+            submitted = await self._admission.submit(
+                decode_submit(request), has_seed=request.has_seed, is_new=request.is_new
+            )
         return _encode_submitted(submitted)
 
     async def Cancel(  # noqa: N802

@@ -2,10 +2,11 @@
 the machine disturbs both."""
 
 import asyncio
+import random
 from collections.abc import Sequence
 
 from bench.fairness.arena import STEP_S, Arena, Plan, Setting, TenantPlan, run
-from bench.fairness.load import BATCH, INTERACTIVE, Backlog, MakeAsk, Tenant, asks, backlogs, send_at_random
+from bench.fairness.load import BATCH, INTERACTIVE, Ask, Backlog, MakeAsk, Tenant, asks, backlogs, send_at_random
 from bench.figures import Figure, percentile
 
 _ROUNDS = 3
@@ -16,11 +17,16 @@ _LIGHT_STEP_S = 0.15
 def light(plan: Plan) -> Sequence[Figure]:
     """A light tenant, alone and beside one that keeps 10 times as many requests in flight as there are slots.
 
-    A slot that falls free is the least that the light one waits for, so the heavy one's requests are short; and so that
-    their number does not cost the machine too much, steps are long.
+    A slot that falls free is the least that the light one waits for, so the heavy one's requests are short, and not all of
+    one length, or slots would fall free together and then none for several steps; and so that their number does not cost the
+    machine too much, steps are long.
     """
     setting = Setting(tenants=[TenantPlan(name="heavy"), TenantPlan(name="light")], slots=24, step_s=_LIGHT_STEP_S)
     return run(setting, _light, plan)
+
+
+def _make_heavy(rng: random.Random) -> Ask:
+    return asks(prompt_tokens=16, output_tokens=rng.randint(2, 6))(rng)
 
 
 async def _light(arena: Arena) -> Sequence[Figure]:
@@ -31,7 +37,7 @@ async def _light(arena: Arena) -> Sequence[Figure]:
     shares = []
     for _ in range(_ROUNDS):
         alone += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(12))
-        load = Backlog(heavy, asks(prompt_tokens=16, output_tokens=4), arena.rng, count=240)
+        load = Backlog(heavy, _make_heavy, arena.rng, count=240)
         async with backlogs(load):
             await asyncio.sleep(_LOAD_GROWS_S)
             arena.cpu.restart()

@@ -65,6 +65,16 @@ async def test_without_a_reachable_scheduler_the_request_is_refused_retryably(tm
     assert failure.retry_after is not None
 
 
+async def test_a_scheduler_hears_whether_anybody_can_know_the_request_id_yet(tmp_path: Path) -> None:
+    scheduler = MemoryScheduler()
+    scheduler.refusal = UnavailableError("gone")
+    async with running_gateway(tmp_path, scheduler=scheduler, num_scheduler_names=2) as gateway:
+        await failure_of(gateway.stub.CreateGeneration(create_request(""), metadata=gateway.auth))
+        await failure_of(gateway.stub.CreateGeneration(create_request("mine"), metadata=gateway.auth))
+    # The second scheduler is asked for what the first may have committed.
+    assert [each.is_new for each in scheduler.submits] == [True, False, False, False]
+
+
 async def test_a_full_queue_is_everybodys_and_no_other_scheduler_is_asked(tmp_path: Path) -> None:
     scheduler = MemoryScheduler()
     scheduler.refusal = UnavailableError("full", reason=Reason.QUEUE_FULL, retry_after=timedelta(seconds=3))

@@ -197,6 +197,24 @@ async def test_what_is_refused_does_not_wait_for_a_commit_and_a_commit_under_way
     assert (await last).kind is SubmitKind.CREATED
 
 
+async def test_a_refused_request_that_nobody_can_know_is_not_looked_for(
+    bounded: SchedulerRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill_tenant(bounded)
+    sought: list[NewGeneration] = []
+
+    async def seek(items: Sequence[NewGeneration]) -> list[SubmitResult | None]:
+        sought.extend(items)
+        return [None for _ in items]
+
+    monkeypatch.setattr(bounded.stores.store, "attach_many", seek)
+    new, perhaps_known = small(), small()
+    for each in (new, perhaps_known):
+        with pytest.raises(QuotaExceededError):
+            await bounded.parts.admission.submit(each, has_seed=True, is_new=each is new)
+    assert [each.generation_id for each in sought] == [perhaps_known.generation_id]
+
+
 async def test_a_caller_that_goes_away_before_the_commit_leaves_no_place_taken(
     bounded: SchedulerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from inference.internal.v1 import worker_pb2 as inference_dot_internal_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%inference/internal/v1/scheduler.proto\x12\x15inference.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"inference/internal/v1/worker.proto\"\xe0\x03\n\rSubmitRequest\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x14\n\x0crequest_hash\x18\x05 \x01(\x0c\x12\r\n\x05model\x18\x06 \x01(\t\x12\x16\n\x0emodel_revision\x18\x07 \x01(\t\x12\x11\n\tprecision\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\r\x12\x18\n\x10prompt_token_ids\x18\n \x03(\r\x12\x37\n\x08sampling\x18\x0b \x01(\x0b\x32%.inference.internal.v1.SamplingParams\x12\x10\n\x08has_seed\x18\x0c \x01(\x08\x12(\n\x05grace\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rqueue_timeout\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64\x65\x61\x64line\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12\x12\n\x05store\x18\x11 \x01(\x08H\x00\x88\x01\x01\x42\x08\n\x06_store\"\x92\x01\n\x0eSubmitResponse\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x32\n\x06places\x18\x05 \x01(\x0b\x32\".inference.internal.v1.QueuePlaces\"\\\n\x0bQueuePlaces\x12\r\n\x05queue\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\x04\x12.\n\x0bretry_after\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\rCancelRequest\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x15\n\rgeneration_id\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05state\x18\x01 \x01(\t\"\x90\x01\n\x15\x41nnounceWorkerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12?\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32).inference.internal.v1.WorkerCapabilities\"C\n\x16\x41nnounceWorkerResponse\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x13\n\x0bowner_epoch\x18\x02 \x01(\x04\x32\xaf\x02\n\x10SchedulerService\x12U\n\x06Submit\x12$.inference.internal.v1.SubmitRequest\x1a%.inference.internal.v1.SubmitResponse\x12U\n\x06\x43\x61ncel\x12$.inference.internal.v1.CancelRequest\x1a%.inference.internal.v1.CancelResponse\x12m\n\x0e\x41nnounceWorker\x12,.inference.internal.v1.AnnounceWorkerRequest\x1a-.inference.internal.v1.AnnounceWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%inference/internal/v1/scheduler.proto\x12\x15inference.internal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\"inference/internal/v1/worker.proto\"\xf0\x03\n\rSubmitRequest\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x11\n\ttenant_id\x18\x02 \x01(\t\x12\x0e\n\x06key_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\x14\n\x0crequest_hash\x18\x05 \x01(\x0c\x12\r\n\x05model\x18\x06 \x01(\t\x12\x16\n\x0emodel_revision\x18\x07 \x01(\t\x12\x11\n\tprecision\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\r\x12\x18\n\x10prompt_token_ids\x18\n \x03(\r\x12\x37\n\x08sampling\x18\x0b \x01(\x0b\x32%.inference.internal.v1.SamplingParams\x12\x10\n\x08has_seed\x18\x0c \x01(\x08\x12(\n\x05grace\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\rqueue_timeout\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x64\x65\x61\x64line\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x10 \x01(\t\x12\x12\n\x05store\x18\x11 \x01(\x08H\x00\x88\x01\x01\x12\x0e\n\x06is_new\x18\x12 \x01(\x08\x42\x08\n\x06_store\"\x92\x01\n\x0eSubmitResponse\x12\x15\n\rgeneration_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x08\x12\r\n\x05state\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x32\n\x06places\x18\x05 \x01(\x0b\x32\".inference.internal.v1.QueuePlaces\"\\\n\x0bQueuePlaces\x12\r\n\x05queue\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\x04\x12.\n\x0bretry_after\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\rCancelRequest\x12\x11\n\ttenant_id\x18\x01 \x01(\t\x12\x15\n\rgeneration_id\x18\x02 \x01(\t\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05state\x18\x01 \x01(\t\"\x90\x01\n\x15\x41nnounceWorkerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12?\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32).inference.internal.v1.WorkerCapabilities\"C\n\x16\x41nnounceWorkerResponse\x12\x14\n\x0cscheduler_id\x18\x01 \x01(\t\x12\x13\n\x0bowner_epoch\x18\x02 \x01(\x04\x32\xaf\x02\n\x10SchedulerService\x12U\n\x06Submit\x12$.inference.internal.v1.SubmitRequest\x1a%.inference.internal.v1.SubmitResponse\x12U\n\x06\x43\x61ncel\x12$.inference.internal.v1.CancelRequest\x1a%.inference.internal.v1.CancelResponse\x12m\n\x0e\x41nnounceWorker\x12,.inference.internal.v1.AnnounceWorkerRequest\x1a-.inference.internal.v1.AnnounceWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'inference.internal.v1.sched
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SUBMITREQUEST']._serialized_start=133
-  _globals['_SUBMITREQUEST']._serialized_end=613
-  _globals['_SUBMITRESPONSE']._serialized_start=616
-  _globals['_SUBMITRESPONSE']._serialized_end=762
-  _globals['_QUEUEPLACES']._serialized_start=764
-  _globals['_QUEUEPLACES']._serialized_end=856
-  _globals['_CANCELREQUEST']._serialized_start=858
-  _globals['_CANCELREQUEST']._serialized_end=915
-  _globals['_CANCELRESPONSE']._serialized_start=917
-  _globals['_CANCELRESPONSE']._serialized_end=948
-  _globals['_ANNOUNCEWORKERREQUEST']._serialized_start=951
-  _globals['_ANNOUNCEWORKERREQUEST']._serialized_end=1095
-  _globals['_ANNOUNCEWORKERRESPONSE']._serialized_start=1097
-  _globals['_ANNOUNCEWORKERRESPONSE']._serialized_end=1164
-  _globals['_SCHEDULERSERVICE']._serialized_start=1167
-  _globals['_SCHEDULERSERVICE']._serialized_end=1470
+  _globals['_SUBMITREQUEST']._serialized_end=629
+  _globals['_SUBMITRESPONSE']._serialized_start=632
+  _globals['_SUBMITRESPONSE']._serialized_end=778
+  _globals['_QUEUEPLACES']._serialized_start=780
+  _globals['_QUEUEPLACES']._serialized_end=872
+  _globals['_CANCELREQUEST']._serialized_start=874
+  _globals['_CANCELREQUEST']._serialized_end=931
+  _globals['_CANCELRESPONSE']._serialized_start=933
+  _globals['_CANCELRESPONSE']._serialized_end=964
+  _globals['_ANNOUNCEWORKERREQUEST']._serialized_start=967
+  _globals['_ANNOUNCEWORKERREQUEST']._serialized_end=1111
+  _globals['_ANNOUNCEWORKERRESPONSE']._serialized_start=1113
+  _globals['_ANNOUNCEWORKERRESPONSE']._serialized_end=1180
+  _globals['_SCHEDULERSERVICE']._serialized_start=1183
+  _globals['_SCHEDULERSERVICE']._serialized_end=1486
 # @@protoc_insertion_point(module_scope)

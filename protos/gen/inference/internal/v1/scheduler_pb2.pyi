@@ -43,6 +43,7 @@ class SubmitRequest(_message.Message):
     DEADLINE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    IS_NEW_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """Minted by the gateway; in force only when no generation has the request_id."""
     tenant_id: _builtins.str
@@ -67,6 +68,10 @@ class SubmitRequest(_message.Message):
     """W3C trace context, stored with the generation."""
     store: _builtins.bool
     """False: prompt and output are deleted soon after the end. Unset: true."""
+    is_new: _builtins.bool
+    """The request_id was drawn for this call and no scheduler was asked before: when it is refused, nobody has to look whether
+    it is known.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, encoded."""
@@ -107,10 +112,11 @@ class SubmitRequest(_message.Message):
         deadline: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
         store: _builtins.bool | None = ...,
+        is_new: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "deadline", b"deadline", "grace", b"grace", "queue_timeout", b"queue_timeout", "sampling", b"sampling", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "deadline", b"deadline", "generation_id", b"generation_id", "grace", b"grace", "has_seed", b"has_seed", "key_id", b"key_id", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "queue_timeout", b"queue_timeout", "request_hash", b"request_hash", "request_id", b"request_id", "sampling", b"sampling", "store", b"store", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_store", b"_store", "deadline", b"deadline", "generation_id", b"generation_id", "grace", b"grace", "has_seed", b"has_seed", "is_new", b"is_new", "key_id", b"key_id", "model", b"model", "model_revision", b"model_revision", "precision", b"precision", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "queue_timeout", b"queue_timeout", "request_hash", b"request_hash", "request_id", b"request_id", "sampling", b"sampling", "store", b"store", "tenant_id", b"tenant_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__store: _TypeAlias = _typing.Literal["store"]  # noqa: Y015
     _WhichOneofArgType__store: _TypeAlias = _typing.Literal["_store", b"_store"]  # noqa: Y015
