@@ -11,7 +11,7 @@ from bench.figures import Figure, percentile
 
 _ROUNDS = 3
 _LOAD_GROWS_S = 3.0
-_LIGHT_STEP_S = 0.15
+_LIGHT_STEP_S, _LIGHT_SLOTS = 0.2, 36
 
 
 def light(plan: Plan) -> Sequence[Figure]:
@@ -19,9 +19,11 @@ def light(plan: Plan) -> Sequence[Figure]:
 
     A slot that falls free is the least that the light one waits for, so the heavy one's requests are short, and not all of
     one length, or slots would fall free together and then none for several steps; and so that their number does not cost the
-    machine too much, steps are long.
+    machine too much, steps are long. With fewer slots it happens that none falls free in a step.
     """
-    setting = Setting(tenants=[TenantPlan(name="heavy"), TenantPlan(name="light")], slots=24, step_s=_LIGHT_STEP_S)
+    setting = Setting(
+        tenants=[TenantPlan(name="heavy"), TenantPlan(name="light")], slots=_LIGHT_SLOTS, step_s=_LIGHT_STEP_S
+    )
     return run(setting, _light, plan)
 
 
@@ -37,7 +39,7 @@ async def _light(arena: Arena) -> Sequence[Figure]:
     shares = []
     for _ in range(_ROUNDS):
         alone += await _sample(arena, light, make, per_s=8, for_s=arena.plan.seconds(12))
-        load = Backlog(heavy, _make_heavy, arena.rng, count=240)
+        load = Backlog(heavy, _make_heavy, arena.rng, count=10 * _LIGHT_SLOTS)
         async with backlogs(load):
             await asyncio.sleep(_LOAD_GROWS_S)
             arena.cpu.restart()
