@@ -4,6 +4,7 @@ Times are whole µs since 1970 and charges whole millionths of a token, so that 
 the memory twin compute exactly the same.
 """
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from urllib.parse import quote, unquote
 
@@ -38,14 +39,19 @@ def pop_cost_of(entry: QueueEntry) -> int:
     return cost_of(entry.prompt_tokens, entry.weight) if entry.attempt == 0 else 0
 
 
-def charge_cost_of(charge: OutputCharge) -> int:
-    return cost_of(charge.tokens, charge.weight)
-
-
 def tenant_name(tenant_id: TenantId) -> str:
     """The tenant in keys and members: ASCII without braces or colons, so that no id can leave its model's hash slot or
     stand for another structure. Ties between tenants go by it."""
     return quote(tenant_id, safe="")
+
+
+def charge_costs_of(charges: Sequence[OutputCharge]) -> dict[ModelKey, dict[str, int]]:
+    """What each tenant's counter grows by, by model; the first to be named is charged first."""
+    costs: dict[ModelKey, dict[str, int]] = {}
+    for charge in charges:
+        of_model, tenant = costs.setdefault(charge.model_key, {}), tenant_name(charge.tenant_id)
+        of_model[tenant] = of_model.get(tenant, 0) + cost_of(charge.tokens, charge.weight)
+    return costs
 
 
 def pack_entry(entry: QueueEntry) -> bytes:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 from scheduler.queue.batches import indexes_by_model
 from scheduler.queue.bounds import Load, ModelLoad, judge_many
-from scheduler.queue.codec import charge_cost_of, tenant_name, to_us
+from scheduler.queue.codec import charge_costs_of, tenant_name, to_us
 from scheduler.queue.errors import QueueNotReadyError, QueueUnavailableError
 from scheduler.queue.model_queue import ModelQueue, Slot
 from scheduler.queue.port import (
@@ -86,9 +86,10 @@ class MemoryAdmissionQueue:
 
     async def charge_many(self, charges: Sequence[OutputCharge]) -> None:
         self._check_ready()
-        for charge in charges:
-            counters = self.state_of(charge.model_key).counters
-            counters.charge(tenant_name(charge.tenant_id), charge_cost_of(charge))
+        for model_key, costs in charge_costs_of(charges).items():
+            counters = self.state_of(model_key).counters
+            for tenant, cost in costs.items():
+                counters.charge(tenant, cost)
 
     async def remove_many(self, items: Sequence[tuple[ModelKey, GenerationId]]) -> None:
         self._check_ready()

@@ -7,7 +7,6 @@ node that alone lost its keys is not noticed this way: the reaper's comparison w
 """
 
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -20,7 +19,7 @@ from scheduler.queue import scripts
 from scheduler.queue.batches import indexes_by_model
 from scheduler.queue.bounds import Load, ModelLoad, PopCount, judge_many
 from scheduler.queue.codec import (
-    charge_cost_of,
+    charge_costs_of,
     pack_entry,
     pack_model,
     tenant_name,
@@ -115,10 +114,7 @@ class RedisAdmissionQueue:
         await self._run_on_pops(scripts.RETURN, popped)
 
     async def charge_many(self, charges: Sequence[OutputCharge]) -> None:
-        for model_key, indexes in indexes_by_model([charge.model_key for charge in charges]).items():
-            costs: defaultdict[str, int] = defaultdict(int)
-            for index in indexes:
-                costs[tenant_name(charges[index].tenant_id)] += charge_cost_of(charges[index])
+        for model_key, costs in charge_costs_of(charges).items():
             await self._run(scripts.CHARGE, model_key, *(value for item in costs.items() for value in item))
 
     async def remove_many(self, items: Sequence[tuple[ModelKey, GenerationId]]) -> None:
