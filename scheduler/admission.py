@@ -146,9 +146,9 @@ class Admission:
             if checked is not None:
                 return Submitted(kind=checked.kind, record=checked.record)
             committed = await self._commits.submit(generation)
-            return Submitted(
-                kind=committed.kind, record=committed.record, room=self._claims[generation.generation_id].verdict
-            )
+            # Gone when the same generation was handed in twice and the other call has ended.
+            claim = self._claims.get(generation.generation_id)
+            return Submitted(kind=committed.kind, record=committed.record, room=claim and claim.verdict)
         finally:
             self._claims.pop(generation.generation_id, None)
 

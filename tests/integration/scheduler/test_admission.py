@@ -197,6 +197,13 @@ async def test_what_is_refused_does_not_wait_for_a_commit_and_a_commit_under_way
     assert (await last).kind is SubmitKind.CREATED
 
 
+async def test_a_generation_that_is_handed_in_twice_at_once_is_committed_once(bounded: SchedulerRig) -> None:
+    generation = small()
+    submitted = await asyncio.gather(*(submit(bounded, generation) for _ in range(2)))
+    assert {each.record.generation_id for each in submitted} == {generation.generation_id}
+    assert [each.kind for each in submitted].count(SubmitKind.CREATED) == 1
+
+
 async def test_a_refused_request_that_nobody_can_know_is_not_looked_for(
     bounded: SchedulerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
