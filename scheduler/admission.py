@@ -148,7 +148,9 @@ class Admission:
             committed = await self._commits.submit(generation)
             # Gone when the same generation was handed in twice and the other call has ended.
             claim = self._claims.get(generation.generation_id)
-            return Submitted(kind=committed.kind, record=committed.record, room=claim and claim.verdict)
+            return Submitted(
+                kind=committed.kind, record=committed.record, room=None if claim is None else claim.verdict
+            )
         finally:
             self._claims.pop(generation.generation_id, None)
 
