@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from ctypes import c_char_p, c_float, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import structlog
@@ -20,6 +20,8 @@ _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sluice_source_hash": (c_char_p, ()),
+    "sluice_use_avx512": (c_int, (c_int,)),
+    "sluice_uses_avx512": (c_int, ()),
     "sluice_partition_keys": (c_int64, ()),
     "sluice_workspace_size": (c_int64, (c_void_p, c_int64, c_int64, c_int64)),
     "sluice_attend": (None, (c_void_p, c_void_p, *(c_void_p, c_int64) * 3, c_void_p)),
@@ -73,6 +75,11 @@ class CpuKernels:
             function = getattr(self.functions, name)
             function.restype, function.argtypes = result, arguments
 
+    @property
+    def instructions(self) -> str:
+        """The largest instruction set that the kernels use here; the bits of results are the same with each."""
+        return "avx512-vnni" if self.functions.sluice_uses_avx512() else "avx2"
+
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """`out` = normalised `rows`, [T, H] or [T, heads, H] each, whose last dimension is dense; may be in place."""
         shape, strides, out_strides = rows.shape, rows.stride(), out.stride()
@@ -120,12 +127,14 @@ class CpuKernels:
 
 @functools.cache
 def load_cpu_kernels() -> CpuKernels | None:
-    """The kernels, or None where they cannot be used; the reason is logged once."""
+    """The kernels, or None where they cannot be used; what they use or the reason is logged once."""
     try:
-        return CpuKernels(build.LIBRARY)
+        kernels = CpuKernels(build.LIBRARY)
     except KernelsUnavailableError as error:
         _log.warning("cpu_kernels_unavailable", reason=str(error))
         return None
+    _log.info("cpu_kernels_loaded", instructions=kernels.instructions)
+    return kernels
 
 
 def kernels_for(*tensors: torch.Tensor) -> CpuKernels | None:
