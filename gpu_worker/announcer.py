@@ -14,7 +14,6 @@ from service_kit.logging import get_logger
 
 Announce = Callable[[scheduler_pb2.AnnounceWorkerRequest], Awaitable[scheduler_pb2.AnnounceWorkerResponse]]
 
-_REFUSALS = frozenset({grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION})
 _log = get_logger()
 
 
@@ -43,7 +42,8 @@ class Announcer:
     """Announces sessions of one worker.
 
     After a broken stream its owner is asked first: it may only have lost the connection, and takes up where it was. After
-    silence, and after each failure, it is the next replica's turn.
+    silence, and after each failure, it is the next replica's turn. A worker that differs from its peers is refused, and asks
+    on.
     """
 
     def __init__(
@@ -56,6 +56,8 @@ class Announcer:
         self._address = address
         self._worker_id = worker_id
         self._times = times
+        self._refusal = ""
+        """Why the last announcement was refused for the time being."""
 
     async def run(self, session: WorkerSession) -> None:
         """Until cancelled. Raises SessionOverError when a scheduler refuses the session for good."""
@@ -82,11 +84,22 @@ class Announcer:
             async with asyncio.timeout(self._times.stream.total_seconds()):
                 await session.connected.wait()
         except grpc.aio.AioRpcError as error:
-            if error.code() in _REFUSALS:
+            if error.code() is grpc.StatusCode.ABORTED:
                 raise SessionOverError(error.details() or error.code().name) from error
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                self._note_refusal(scheduler.address, error.details() or error.code().name)
+                return False
             _log.warning("announcement_failed", scheduler=scheduler.address, code=error.code().name)
             return False
         except TimeoutError:
             _log.warning("announcement_unanswered", scheduler=scheduler.address)
             return False
+        self._refusal = ""
         return True
+
+    def _note_refusal(self, scheduler: str, reason: str) -> None:
+        """Other workers of the model are set up otherwise. When they are gone, this one is taken: it asks on, and says once
+        what it waits for."""
+        if reason != self._refusal:
+            _log.error("announcement_refused", scheduler=scheduler, reason=reason)
+        self._refusal = reason

@@ -97,6 +97,7 @@ def encode_capabilities(capabilities: Capabilities) -> worker_pb2.WorkerCapabili
         block_size=capabilities.block_size,
         max_running=capabilities.max_running,
         is_batch_invariant=capabilities.is_batch_invariant,
+        kv_dtype=capabilities.kv_dtype,
     )
 
 

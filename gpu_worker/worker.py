@@ -110,7 +110,14 @@ class Worker:
                 if capabilities is None:
                     return
                 is_ready = has_been_ready = True
-                _log.info("engine_ready", engine=capabilities.engine, model=capabilities.model, **capabilities.details)
+                _log.info(
+                    "engine_ready",
+                    engine=capabilities.engine,
+                    model=capabilities.model,
+                    kv_dtype=capabilities.kv_dtype,
+                    is_batch_invariant=capabilities.is_batch_invariant,
+                    **capabilities.details,
+                )
                 await self._serve(engine, capabilities)
             except EngineLostError as error:
                 self._take_loss(engine, error)

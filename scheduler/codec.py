@@ -92,6 +92,7 @@ def decode_announcement(request: scheduler_pb2.AnnounceWorkerRequest, *, schedul
         num_blocks=capabilities.num_blocks,
         block_size=capabilities.block_size,
         max_running=capabilities.max_running,
+        kv_dtype=capabilities.kv_dtype,
     )
 
 

@@ -9,7 +9,7 @@ from scheduler.attempt_table import Overdue
 from scheduler.recovery import Recovery
 from scheduler.retry import until_available
 from scheduler.worker_session import SessionExit, WorkerSession
-from service_kit.errors import AbortedError
+from service_kit.errors import AbortedError, WorkerDiffersError
 from service_kit.ids import SessionId
 from service_kit.logging import get_logger
 from state_store.model import AttemptOutcome, GenerationRecord, NewSession
@@ -48,10 +48,18 @@ class SessionRegistry:
 
     async def announce(self, new: NewSession) -> int:
         """Takes the session over and starts to talk to its worker; returns the owner_epoch. Raises AbortedError when the
-        session is over: the worker must come back as a new one."""
+        session is over: the worker must come back as a new one; WorkerDiffersError when other live workers of the model
+        store keys and values as another type: a stream that went from one to the other would not continue with the same
+        bits."""
         opened = await self._store.open_session(new, lease=self._lease)
         if opened.kind is OpenKind.OVER:
             raise AbortedError("the session is over; announce a new one", metadata={"session_id": new.session_id})
+        if opened.kind is OpenKind.DIFFERS:
+            raise WorkerDiffersError(
+                "capabilities.kv_dtype",
+                f"is {new.kv_dtype}, live workers of {new.model} have {opened.kv_dtype}",
+                metadata={"session_id": new.session_id},
+            )
         await self._drop(new.session_id)
         session = self._make_session(new, opened.owner_epoch)
         for record in opened.running:
@@ -61,6 +69,7 @@ class SessionRegistry:
             "session_opened",
             session_id=new.session_id,
             worker_id=new.worker_id,
+            kv_dtype=new.kv_dtype,
             owner_epoch=opened.owner_epoch,
             running=len(opened.running),
         )

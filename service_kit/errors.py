@@ -45,6 +45,7 @@ class Reason(StrEnum):
     ENGINE_FAILURE = "ENGINE_FAILURE"
     STALE_LEASE = "STALE_LEASE"
     ILLEGAL_TRANSITION = "ILLEGAL_TRANSITION"
+    WORKER_DIFFERS = "WORKER_DIFFERS"
     OUTPUT_CONTRADICTED = "OUTPUT_CONTRADICTED"
     INTERNAL = "INTERNAL"
 
@@ -185,6 +186,17 @@ class FailedPreconditionError(SluiceError):
     """A transition that its state machine does not have. Nothing was changed."""
 
     default_reason = Reason.ILLEGAL_TRANSITION
+
+
+class WorkerDiffersError(FailedPreconditionError):
+    """A worker that announced in `field` something else than the other live workers of its model. Nothing was changed; when
+    those are gone, the same call succeeds."""
+
+    default_reason = Reason.WORKER_DIFFERS
+
+    def __init__(self, field: str, description: str, *, metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(f"{field}: {description}", metadata={**(metadata or {}), "field": field})
+        self.field = field
 
 
 class DataLossError(SluiceError):

@@ -226,6 +226,8 @@ class NewSession:
     num_blocks: int
     block_size: int
     max_running: int
+    kv_dtype: str = ""
+    """What its keys and values are stored as; empty where that is not said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +246,7 @@ class SessionRecord:
     num_blocks: int
     block_size: int
     max_running: int
+    kv_dtype: str
     lease_expires_at: datetime
 
 

@@ -222,6 +222,8 @@ class OpenKind(StrEnum):
     OPENED = "OPENED"
     OVER = "OVER"
     """The session is LOST or ENDED: the worker must reset itself and announce a new one."""
+    DIFFERS = "DIFFERS"
+    """A LIVE session of the same model stores keys and values as another type: nothing was registered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,8 @@ class OpenedSession:
     owner_epoch: int
     running: tuple[GenerationRecord, ...]
     """RUNNING rows of the session, read in the transaction that raised the epoch."""
+    kv_dtype: str = ""
+    """With DIFFERS: what the other session has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +263,8 @@ class SessionStore(Protocol):
         self, session: NewSession, *, lease: timedelta, now: datetime | None = None
     ) -> OpenedSession:
         """Registers the session with epoch 1, or takes it over with epoch + 1. A repeated announcement to the same
-        scheduler raises the epoch as well."""
+        scheduler raises the epoch as well. LIVE sessions of one model are registered with one `kv_dtype` only, however
+        many are at it at the same time; where it is empty, it is compared with none."""
 
     async def renew_many(
         self, items: Sequence[Renewal], *, lease: timedelta, now: datetime | None = None

@@ -106,12 +106,12 @@ def load_parts(
         block_size=settings.block_size,
         max_running=settings.max_running,
         is_batch_invariant=loaded.model.is_batch_invariant and attention.is_batch_invariant,
+        kv_dtype=settings.kv_dtype or settings.dtype,
         details={
             "model_code": loaded.code,
             "device": str(device),
             "threads": str(torch.get_num_threads()),
             "attention": attention.name,
-            "kv_dtype": settings.kv_dtype or settings.dtype,
         },
     )
     speculation = load_speculation(

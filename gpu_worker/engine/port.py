@@ -140,6 +140,8 @@ class Capabilities:
     max_running: int
     is_batch_invariant: bool = False
     """Whether the logits of a position are the same bits in any batch, chunking and cache state."""
+    kv_dtype: str = ""
+    """What keys and values are stored as; all workers of a model need the same. Empty where nothing is stored."""
     details: dict[str, str] = field(default_factory=dict)
     """Free facts for logs: device, threads, attention backend."""
 

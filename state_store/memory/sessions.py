@@ -20,6 +20,8 @@ class MemorySessions(MemoryPart):
         if known is not None and known.state is not SessionState.LIVE:
             return OpenedSession(kind=OpenKind.OVER, owner_epoch=known.owner_epoch, running=())
         expires_at = self._at(now) + lease
+        if known is None and (other := self._other_kv_dtype(session)) is not None:
+            return OpenedSession(kind=OpenKind.DIFFERS, owner_epoch=0, running=(), kv_dtype=other)
         if known is None:
             opened = _registered(session, expires_at)
         else:
@@ -28,11 +30,19 @@ class MemorySessions(MemoryPart):
                 owner_epoch=known.owner_epoch + 1,
                 scheduler_id=session.scheduler_id,
                 address=session.address,
+                kv_dtype=session.kv_dtype,
                 lease_expires_at=expires_at,
             )
         self._data.sessions[session.session_id] = opened
         running = tuple(self._running_of(session.session_id))
         return OpenedSession(kind=OpenKind.OPENED, owner_epoch=opened.owner_epoch, running=running)
+
+    def _other_kv_dtype(self, session: NewSession) -> str | None:
+        for _, other in sorted(self._data.sessions.items()):
+            is_peer = other.state is SessionState.LIVE and other.model_key == session.model_key
+            if is_peer and "" not in (other.kv_dtype, session.kv_dtype) and other.kv_dtype != session.kv_dtype:
+                return other.kv_dtype
+        return None
 
     async def renew_many(
         self, items: Sequence[Renewal], *, lease: timedelta, now: datetime | None = None
@@ -138,5 +148,6 @@ def _registered(session: NewSession, expires_at: datetime) -> SessionRecord:
         num_blocks=session.num_blocks,
         block_size=session.block_size,
         max_running=session.max_running,
+        kv_dtype=session.kv_dtype,
         lease_expires_at=expires_at,
     )

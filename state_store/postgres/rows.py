@@ -223,6 +223,7 @@ def session(row: Row) -> SessionRecord:
         num_blocks=row["num_blocks"],
         block_size=row["block_size"],
         max_running=row["max_running"],
+        kv_dtype=row["kv_dtype"],
         lease_expires_at=row["lease_expires_at"],
     )
 

@@ -219,6 +219,7 @@ worker_sessions = Table(
     Column("block_size", BigInteger, nullable=False),
     Column("max_running", BigInteger, nullable=False),
     _time("lease_expires_at"),
+    Column("kv_dtype", Text, nullable=False, server_default=text("''")),
     PrimaryKeyConstraint("session_id"),
     CheckConstraint("state IN ('LIVE', 'LOST', 'ENDED')", name="state"),
     CheckConstraint("owner_epoch >= 1", name="owner_epoch"),

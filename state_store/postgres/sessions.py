@@ -17,17 +17,26 @@ from state_store.postgres.pool import PostgresPart, Transaction
 _OPEN = """
 INSERT INTO worker_sessions AS s (
     session_id, worker_id, address, scheduler_id, owner_epoch, state, model, model_revision, model_precision,
-    context_length, num_blocks, block_size, max_running, lease_expires_at
+    context_length, num_blocks, block_size, max_running, kv_dtype, lease_expires_at
 ) VALUES (
     %(session_id)s, %(worker_id)s, %(address)s, %(scheduler_id)s, 1, 'LIVE', %(model)s, %(revision)s, %(precision)s,
-    %(context_length)s, %(num_blocks)s, %(block_size)s, %(max_running)s,
+    %(context_length)s, %(num_blocks)s, %(block_size)s, %(max_running)s, %(kv_dtype)s,
     coalesce(%(now)s::timestamptz, now()) + %(lease)s::interval
 )
 ON CONFLICT (session_id) DO UPDATE
     SET owner_epoch = s.owner_epoch + 1, scheduler_id = excluded.scheduler_id, address = excluded.address,
-        lease_expires_at = excluded.lease_expires_at
+        kv_dtype = excluded.kv_dtype, lease_expires_at = excluded.lease_expires_at
     WHERE s.state = 'LIVE'
 RETURNING owner_epoch
+"""
+# Until the end of the transaction, so that the next one sees the session it registers.
+_LOCK_MODEL = "SELECT pg_advisory_xact_lock(hashtextextended(%(revision)s || ' ' || %(precision)s, 0))"
+_OTHER_KV_DTYPE = """
+SELECT other.kv_dtype FROM worker_sessions other
+WHERE other.state = 'LIVE' AND other.model_revision = %(revision)s AND other.model_precision = %(precision)s
+    AND other.kv_dtype NOT IN ('', %(kv_dtype)s)
+    AND NOT EXISTS (SELECT FROM worker_sessions own WHERE own.session_id = %(session_id)s)
+ORDER BY other.session_id LIMIT 1
 """
 _EPOCH_OF = "SELECT owner_epoch FROM worker_sessions WHERE session_id = %(session_id)s"
 _RENEW = """
@@ -78,7 +87,7 @@ RETURNING s.session_id
 """
 _LIST = """
 SELECT session_id, worker_id, address, scheduler_id, owner_epoch, state, model, model_revision, model_precision,
-    context_length, num_blocks, block_size, max_running, lease_expires_at
+    context_length, num_blocks, block_size, max_running, kv_dtype, lease_expires_at
 FROM worker_sessions WHERE state = 'LIVE' OR %(include_over)s ORDER BY session_id
 """
 _MAX_STANDSTILL_S = 1.0
@@ -91,6 +100,8 @@ class PostgresSessions(PostgresPart):
         self, session: NewSession, *, lease: timedelta, now: datetime | None = None
     ) -> OpenedSession:
         async def work(transaction: Transaction) -> OpenedSession:
+            if (other := await _other_kv_dtype(transaction, session)) is not None:
+                return OpenedSession(kind=OpenKind.DIFFERS, owner_epoch=0, running=(), kv_dtype=other)
             opened = await transaction.fetch(_OPEN, {**_columns(session), "lease": lease, "now": now})
             if not opened:
                 [over] = await transaction.fetch(_EPOCH_OF, {"session_id": session.session_id})
@@ -167,6 +178,15 @@ class PostgresSessions(PostgresPart):
         return [rows.session(row) for row in await self._database.fetch(_LIST, {"include_over": include_over})]
 
 
+async def _other_kv_dtype(transaction: Transaction, session: NewSession) -> str | None:
+    """That a LIVE session of the same model has, unless it is the session's own or the session is known already."""
+    if not session.kv_dtype:
+        return None
+    await transaction.fetch(_LOCK_MODEL, _columns(session))
+    found = await transaction.fetch(_OTHER_KV_DTYPE, _columns(session))
+    return found[0]["kv_dtype"] if found else None
+
+
 async def _give_up_attempts(
     transaction: Transaction, session_ids: Sequence[SessionId], now: datetime | None
 ) -> list[LostSession]:
@@ -206,4 +226,5 @@ def _columns(session: NewSession) -> dict[str, object]:
         "num_blocks": session.num_blocks,
         "block_size": session.block_size,
         "max_running": session.max_running,
+        "kv_dtype": session.kv_dtype,
     }

@@ -2,8 +2,10 @@ import asyncio
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
+
 from service_kit.ids import SchedulerId, SessionId
-from state_store.model import CancelCause, GenerationSummary, SessionState, State
+from state_store.model import CancelCause, GenerationSummary, ModelKey, SessionState, State
 from state_store.ports import GrantKind, OpenKind, Renewal
 from tests.support.generations import (
     LEASE,
@@ -14,10 +16,12 @@ from tests.support.generations import (
     granted,
     new_session,
     opened,
+    requeued,
     state_of,
     submitted,
 )
 
+OTHER_MODEL = ModelKey(revision="revision-2", precision="fp32")
 OVER = NOW + LEASE + timedelta(milliseconds=1)
 
 
@@ -28,6 +32,54 @@ async def test_an_announced_session_is_live_under_epoch_one(store: Store) -> Non
     [record] = await store.list_sessions()
     assert (record.session_id, record.worker_id, record.state) == (session.session_id, "worker-1", SessionState.LIVE)
     assert (record.model_key, record.num_blocks, record.lease_expires_at) == (session.model_key, 100, NOW + LEASE)
+
+
+@pytest.mark.parametrize(("first", "second"), [("float32", "float16"), ("float16", "float32")])
+async def test_a_session_whose_keys_and_values_have_another_type_than_those_of_its_model_is_not_registered(
+    store: Store, first: str, second: str
+) -> None:
+    live = await opened(store, kv_dtype=first)
+    other = new_session(kv_dtype=second)
+    result = await store.open_session(other, lease=LEASE, now=NOW)
+    assert (result.kind, result.running, result.kv_dtype) == (OpenKind.DIFFERS, (), first)
+    assert [record.session_id for record in await store.list_sessions(include_over=True)] == [live]
+    # An equal one, one that does not say it, and one of another model are.
+    for session in (new_session(kv_dtype=first), new_session(), new_session(kv_dtype=second, model_key=OTHER_MODEL)):
+        assert (await store.open_session(session, lease=LEASE, now=NOW)).kind is OpenKind.OPENED
+    assert sorted(record.kv_dtype for record in await store.list_sessions()) == sorted(["", first, first, second])
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+async def test_when_the_last_session_of_a_kv_type_is_over_another_type_is_registered_and_continues_its_work(
+    store: Store, is_drained: bool
+) -> None:
+    old, new = await opened(store, kv_dtype="float32"), new_session(kv_dtype="float16")
+    record = await granted(store, await submitted(store), old)
+    assert (await store.open_session(new, lease=LEASE, now=NOW)).kind is OpenKind.DIFFERS
+    if is_drained:
+        await requeued(store, record)
+        assert await store.end_session(old, 1)
+    else:
+        await store.lose_expired(limit=10, now=OVER)
+    assert (await store.open_session(new, lease=LEASE, now=OVER)).kind is OpenKind.OPENED
+    assert (await granted(store, await state_of(store, record), new.session_id)).attempt == 2
+
+
+async def test_a_session_that_is_known_is_taken_over_whatever_its_kv_type(store: Store) -> None:
+    # One that a scheduler opened which did not know of types; its worker says its type now.
+    session = new_session()
+    await store.open_session(session, lease=LEASE, now=NOW)
+    await opened(store, kv_dtype="float32")
+    taken = await store.open_session(replace(session, kv_dtype="float16"), lease=LEASE, now=NOW)
+    assert (taken.kind, taken.owner_epoch) == (OpenKind.OPENED, 2)
+    assert {record.kv_dtype for record in await store.list_sessions()} == {"float16", "float32"}
+
+
+async def test_of_sessions_announced_at_the_same_moment_those_of_one_kv_type_only_are_registered(store: Store) -> None:
+    sessions = [new_session(kv_dtype=kv_dtype) for kv_dtype in ("float32", "float16") * 6]
+    await asyncio.gather(*(store.open_session(session, lease=LEASE, now=NOW) for session in sessions))
+    found = [record.kv_dtype for record in await store.list_sessions()]
+    assert (len(found), len(set(found))) == (6, 1)
 
 
 async def test_a_takeover_raises_the_epoch_and_hands_over_what_runs(store: Store) -> None:

@@ -172,6 +172,7 @@ def make_session_record(model_key: ModelKey = MODEL_KEY) -> SessionRecord:
         num_blocks=1 << 16,
         block_size=16,
         max_running=16,
+        kv_dtype="float32",
         lease_expires_at=datetime.now(tz=UTC),
     )
 

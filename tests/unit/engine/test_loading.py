@@ -37,8 +37,8 @@ def test_capabilities_tell_what_is_served(directory):
         "device": "cpu",
         "threads": "1",
         "attention": attention,
-        "kv_dtype": "float32",
     }
+    assert capabilities.kv_dtype == "float32"
 
 
 def test_the_shorter_of_both_context_lengths_counts(directory):

@@ -21,6 +21,7 @@ from service_kit.errors import (
     SluiceError,
     UnauthenticatedError,
     UnavailableError,
+    WorkerDiffersError,
 )
 from service_kit.rpc_status import CODE_BY_ERROR, RpcFailure, failure_from_status, to_error, to_status
 
@@ -48,6 +49,15 @@ CASES: list[tuple[SluiceError, int, set[str]]] = [
     (DataLossError("other"), code_pb2.DATA_LOSS, set()),
     (InternalError("secret text"), code_pb2.INTERNAL, {"RequestInfo"}),
 ]
+
+
+def test_a_worker_that_differs_from_its_peers_hears_in_which_field() -> None:
+    error = WorkerDiffersError("capabilities.kv_dtype", "is float16", metadata={"session_id": "s"})
+    status = to_status(error, request_id="r")
+    failure = failure_from_status(status, code=CODES[status.code])
+    assert (failure.code, failure.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "WORKER_DIFFERS")
+    assert failure.message == "capabilities.kv_dtype: is float16"
+    assert failure.metadata == {"field": "capabilities.kv_dtype", "session_id": "s"}
 
 
 def test_every_type_of_the_table_is_covered_here() -> None:

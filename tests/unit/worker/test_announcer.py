@@ -3,6 +3,7 @@ from datetime import timedelta
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from gpu_worker.announcer import Announcer, AnnounceTimes, SchedulerTarget, SessionOverError
 from gpu_worker.engine.port import Capabilities
@@ -38,7 +39,7 @@ class Replica:
     async def announce(self, request):
         self.num_asked += 1
         if self.error is not None:
-            raise grpc.aio.AioRpcError(self.error, grpc.aio.Metadata(), grpc.aio.Metadata())
+            raise grpc.aio.AioRpcError(self.error, grpc.aio.Metadata(), grpc.aio.Metadata(), self.error.name)
         if self.opens:
             self.stream = self.session.open_stream(
                 session_id=request.session_id, owner_epoch=next(self.epochs), scheduler_id=SchedulerId("s")
@@ -119,3 +120,17 @@ async def test_a_refused_session_is_over(setup):
     first.hang_up()
     with pytest.raises(SessionOverError):
         await asyncio.wait_for(task, 5)
+
+
+async def test_a_worker_that_differs_from_its_peers_asks_on_says_so_once_and_is_taken_when_they_are_gone(setup):
+    session, replicas, _ = setup
+    await session.connected.wait()
+    for replica in replicas:
+        replica.error = grpc.StatusCode.FAILED_PRECONDITION
+    with capture_logs() as logs:
+        replicas[0].hang_up()
+        await eventually(lambda: replicas[1].num_asked > 2)
+        for replica in replicas:
+            replica.error = None
+        await session.connected.wait()
+    assert [entry["reason"] for entry in logs if entry["event"] == "announcement_refused"] == ["FAILED_PRECONDITION"]

@@ -119,7 +119,7 @@ def flat(kind, **strategies):
 LOAD = flat(LoadReport, kv_waste=st.floats(0, 1), room_blocks=st.tuples(U64, U64, U64))
 CAPABILITIES = flat(
     Capabilities,
-    **dict.fromkeys(("engine", "model", "model_revision", "precision"), TEXT),
+    **dict.fromkeys(("engine", "model", "model_revision", "precision", "kv_dtype"), TEXT),
     is_batch_invariant=st.booleans(),
     details=st.dictionaries(TEXT, TEXT, max_size=3),
 )

@@ -602,6 +602,7 @@ class WorkerCapabilities(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     IS_BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    KV_DTYPE_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """"native" or "simulated"."""
     model: _builtins.str
@@ -622,6 +623,10 @@ class WorkerCapabilities(_message.Message):
     """Most sequences in one batch."""
     is_batch_invariant: _builtins.bool
     """Whether logits are the same bits in any batch, chunking and cache state."""
+    kv_dtype: _builtins.str
+    """What keys and values are stored as ("float32", "float16", "bfloat16"); the same for all workers of a model. Empty: nothing
+    is stored, or it is not said.
+    """
     def __init__(
         self,
         *,
@@ -635,10 +640,11 @@ class WorkerCapabilities(_message.Message):
         block_size: _builtins.int = ...,
         max_running: _builtins.int = ...,
         is_batch_invariant: _builtins.bool = ...,
+        kv_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_length", b"context_length", "engine", b"engine", "is_batch_invariant", b"is_batch_invariant", "max_running", b"max_running", "model", b"model", "model_revision", b"model_revision", "num_blocks", b"num_blocks", "precision", b"precision", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "context_length", b"context_length", "engine", b"engine", "is_batch_invariant", b"is_batch_invariant", "kv_dtype", b"kv_dtype", "max_running", b"max_running", "model", b"model", "model_revision", b"model_revision", "num_blocks", b"num_blocks", "precision", b"precision", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
