@@ -9,11 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from service_kit.gguf.header import GgufHeader
-from service_kit.gguf.identity import EMBEDDING
+from service_kit.gguf.identity import EMBEDDING, context_length
 from service_kit.gguf.vocabulary import read_vocabulary
 
 ROPE_DIVISORS = "rope_freqs.weight"
 HEAD = "output.weight"
+# Where the fields that may still be refused come from, as fields of config.json and keys without the architecture's name.
+_KEY_BY_FIELD: Mapping[str, str] = {
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "rope_scaling.factor": "rope.scaling.factor",
+    "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
+    "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
+}
 # Keys that every architecture may have, without its name in front.
 _UNDERSTOOD = frozenset(
     {
@@ -92,11 +102,11 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         "model_type": family.model_type,
         "hidden_size": keys.whole("embedding_length"),
         "intermediate_size": keys.whole("feed_forward_length"),
-        "num_hidden_layers": keys.whole("block_count"),
+        "num_hidden_layers": _num_layers(keys),
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.whole_or_none("attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": keys.whole("context_length"),
+        "max_position_embeddings": context_length(header),
         "vocab_size": header.tensors[EMBEDDING].shape[0],
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         **_rope(keys, head_dim),
@@ -109,6 +119,11 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
         "eos_token_id": header.whole_or_none("tokenizer.ggml.eos_token_id"),
         "dtype": "float32",
     }
+
+
+def key_of_field(header: GgufHeader, field: str) -> str:
+    """The key that a field of `config_fields` was read from."""
+    return f"{header.architecture}.{_KEY_BY_FIELD.get(field, field)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +155,14 @@ class _Keys:
 
     def number_or_none(self, name: str) -> float | None:
         return self.number(name) if self.prefix + name in self.header.metadata else None
+
+
+def _num_layers(keys: _Keys) -> int:
+    """No more than there are tensors of: a description of each tensor is made of this number."""
+    count = keys.whole("block_count")
+    if not any(name.startswith(f"blk.{count - 1}.") for name in keys.header.tensors):
+        raise keys.header.refuse(f"{keys.prefix}block_count", f"{count}, but there is no tensor of the last layer")
+    return count
 
 
 def _head_dim(keys: _Keys) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_worker.artifacts.gguf_config import config_fields
+from gpu_worker.artifacts.gguf_config import config_fields, key_of_field
 from gpu_worker.layers.rope_config import RopeConfig
 from gpu_worker.models.config_fields import ConfigFields, UnsupportedModelError
 from gpu_worker.models.families import COMMON_DEFAULTS, FAMILIES, OFF_WHEN_FALSE, Family
@@ -77,7 +77,7 @@ def _config_of_gguf(path: Path) -> ModelConfig:
     try:
         return parse_model_config(config_fields(header))
     except UnsupportedModelError as error:
-        raise header.unsupported(f"{header.architecture} as {error.field}", str(error)) from error
+        raise header.unsupported(key_of_field(header, error.field), error.reason) from error
 
 
 def parse_model_config(values: Mapping[str, Any]) -> ModelConfig:

@@ -8,11 +8,12 @@ from service_kit.model_manifest import ModelFilesError
 
 
 class UnsupportedModelError(ModelFilesError):
-    """The native engine does not compute this model; `field` names the config field."""
+    """The native engine does not compute this model; `field` names the config field, and the reason is told."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"config.json: {field}: {message}")
         self.field = field
+        self.reason = message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

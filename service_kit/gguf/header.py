@@ -8,7 +8,7 @@ import mmap
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isnan, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 _MAX_PARTS = 99999
+_MAX_COUNT = 1 << 16
+"""Of tensors and of metadata fields: a model of hundreds of layers has some thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +85,14 @@ class GgufHeader:
 
     def numbers(self, key: str, count: int) -> list[float]:
         """A list of numbers with `count` entries."""
-        values: list[float] = _checked_list(self, key, (int, float), "numbers")
-        if len(values) != count:
-            raise self.refuse(key, f"has {len(values)} entries, not {count}")
+        values: list[float] = _checked_list(self, key, (int, float), "numbers", count=count)
+        if any(map(isnan, values)):
+            raise self.refuse(key, "has an entry that is not a number")
+        return values
+
+    def wholes(self, key: str, count: int) -> list[int]:
+        """A list of whole numbers with `count` entries."""
+        values: list[int] = _checked_list(self, key, int, "whole numbers", count=count)
         return values
 
     def floats_of(self, name: str) -> tuple[float, ...]:
@@ -172,10 +179,15 @@ def _parse_beginning(reader: ValueReader, magic: bytes) -> tuple[int, int]:
     if version not in _VERSIONS:
         is_swapped = version & 0xFFFF == 0
         raise reader.refuse("big-endian files are not read" if is_swapped else f"{version} is not read, only 2 and 3")
-    reader.field = "tensor_count"
-    num_tensors = reader.number("Q")
-    reader.field = "kv_count"
-    return num_tensors, reader.number("Q")
+    return _parse_count(reader, "tensor_count"), _parse_count(reader, "kv_count")
+
+
+def _parse_count(reader: ValueReader, field: str) -> int:
+    reader.field = field
+    count = reader.number("Q")
+    if count > _MAX_COUNT:
+        raise reader.refuse(f"{count} is more than any model has; the file is damaged")
+    return count
 
 
 def _parse_tensor(reader: ValueReader) -> tuple[str, str, tuple[int, ...], int]:
@@ -200,6 +212,7 @@ def _place(path: Path, name: str, kind: str, shape: Sequence[int], offset: int) 
 
 
 def _checked(header: GgufHeader, key: str, kind: Any, words: str) -> Any:
+    """The value of a key that is there and of this kind."""
     if key not in header.metadata:
         raise header.refuse(key, "missing; the file is incomplete, or of an unknown kind")
     value = header.metadata[key]
@@ -208,8 +221,12 @@ def _checked(header: GgufHeader, key: str, kind: Any, words: str) -> Any:
     return value
 
 
-def _checked_list(header: GgufHeader, key: str, kind: Any, words: str) -> Any:
+def _checked_list(header: GgufHeader, key: str, kind: Any, words: str, *, count: int | None = None) -> Any:
+    """A list with `count` entries, or with any number of them."""
     values = _checked(header, key, list, f"a list of {words}")
-    if values and not isinstance(values[0], kind):  # all entries of a list are of one type
+    # All entries of a list are of one type.
+    if values and (not isinstance(values[0], kind) or isinstance(values[0], bool)):
         raise header.refuse(key, f"not a list of {words}")
+    if count not in (None, len(values)):
+        raise header.refuse(key, f"has {len(values)} entries, not {count}")
     return values

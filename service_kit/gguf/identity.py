@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service_kit.gguf.files import model_name, part_paths
-from service_kit.gguf.header import read_header
+from service_kit.gguf.header import GgufHeader, read_header
 from service_kit.gguf.vocabulary import read_vocabulary
 
 EMBEDDING = "token_embd.weight"
 _CHUNK_BYTES = 16 << 20
 _MAX_THREADS = 8
+_MAX_CONTEXT_LENGTH = 1 << 22
+"""Four times the longest that models have; tables of positions are as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +41,20 @@ def read_identity(path: Path) -> GgufIdentity:
     return GgufIdentity(
         name=model_name(path),
         revision=content_hash(part_paths(path)),
-        context_length=header.whole(f"{header.architecture}.context_length"),
+        context_length=context_length(header),
         vocab_size=shape[0],
         bos_token_id=vocabulary.bos_id(header),
         eos_token_ids=vocabulary.end_ids(header),
     )
+
+
+def context_length(header: GgufHeader) -> int:
+    """Raises GgufError."""
+    key = f"{header.architecture}.context_length"
+    length = header.whole(key)
+    if not 1 <= length <= _MAX_CONTEXT_LENGTH:
+        raise header.refuse(key, f"{length} is not between 1 and {_MAX_CONTEXT_LENGTH}")
+    return length
 
 
 def content_hash(paths: tuple[Path, ...]) -> str:

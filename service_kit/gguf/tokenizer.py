@@ -7,6 +7,7 @@ the order of the tokens' scores, as in the tokenizer.json that transformers make
 from typing import Any
 
 from service_kit.gguf.header import GgufHeader
+from service_kit.gguf.identity import context_length
 from service_kit.gguf.pre_tokenizers import WORD_SPLITTINGS, WordSplitting
 from service_kit.gguf.vocabulary import SPECIAL, TokenKind, Vocabulary, read_vocabulary
 
@@ -42,7 +43,7 @@ def tokenizer_config(header: GgufHeader) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "model_max_length": header.whole(f"{header.architecture}.context_length"),
+        "model_max_length": context_length(header),
     }
     if _TEMPLATE in header.metadata:
         config["chat_template"] = header.text(_TEMPLATE)

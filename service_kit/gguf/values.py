@@ -13,6 +13,10 @@ _FORMATS: Mapping[int, str] = {
 }  # fmt: skip
 _LENGTH = struct.Struct("<Q")
 _MAX_NAME_BYTES = 65535
+_MAX_BYTES = 128 << 20
+"""Of all that is read: vocabularies of a million tokens take less, and a damaged length cannot ask for more memory."""
+_MAX_ITEMS = 4 << 20
+"""Of a list: a number takes up to 40 bytes of memory, however few it takes in the file."""
 
 
 class ValueReader:
@@ -21,6 +25,7 @@ class ValueReader:
     def __init__(self, path: Path, data: memoryview) -> None:
         self._path = path
         self._data = data
+        self._end = min(len(data), _MAX_BYTES)
         self.offset = 0
         self.field = "header"
 
@@ -55,13 +60,15 @@ class ValueReader:
         if kind != _ARRAY:
             return self.numbers(self._format(kind), 1)[0]
         item_kind, count = self.number("I"), self.number("Q")
+        if count > _MAX_ITEMS:
+            raise self.refuse(f"a list of {count} entries, which is more than any file has; the file is damaged")
         if item_kind == _STRING:
             return self._texts(count)
         return list(self.numbers(self._format(item_kind), count))
 
     @property
     def _left(self) -> int:
-        return len(self._data) - self.offset
+        return self._end - self.offset
 
     def _format(self, kind: int) -> str:
         if kind not in _FORMATS:
@@ -79,7 +86,7 @@ class ValueReader:
     def _texts(self, count: int) -> list[str]:
         if count * _LENGTH.size > self._left:
             raise self._ended()
-        data, offset, end = self._data, self.offset, len(self._data)
+        data, offset, end = self._data, self.offset, self._end
         texts: list[str] = []
         try:
             for _ in range(count):
@@ -96,4 +103,6 @@ class ValueReader:
         return texts
 
     def _ended(self) -> GgufError:
+        if self._end < len(self._data):
+            return self.refuse(f"goes on behind the first {_MAX_BYTES >> 20} MiB; the file is damaged")
         return self.refuse("the file ends inside it; it is truncated or damaged")

@@ -95,7 +95,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
         raise header.refuse(key, f"has {twice!r} twice")
     kinds_key = "tokenizer.ggml.token_type"
     if kinds_key in header.metadata:
-        kinds = [int(kind) for kind in header.numbers(kinds_key, len(tokens))]
+        kinds = header.wholes(kinds_key, len(tokens))
     else:
         kinds = [int(TokenKind.NORMAL)] * len(tokens)
     return Vocabulary(tokens=tokens, kinds=kinds, id_by_token=id_by_token)

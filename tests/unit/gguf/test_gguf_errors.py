@@ -1,6 +1,8 @@
 """What is wrong with a GGUF file is refused with a typed error that names the field."""
 
+import math
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -47,8 +49,8 @@ def read_everything(path: Path) -> None:
         pytest.param(0, b"GGML", "magic", id="another magic"),
         pytest.param(4, struct.pack("<I", 1), "version", id="version 1"),
         pytest.param(4, struct.pack(">I", 3), "version", id="big-endian"),
-        pytest.param(8, struct.pack("<Q", 2**60), "", id="more tensors than there are"),
-        pytest.param(16, struct.pack("<Q", 2**60), "", id="more keys than there are"),
+        pytest.param(8, struct.pack("<Q", 2**60), "tensor_count", id="more tensors than any model has"),
+        pytest.param(16, struct.pack("<Q", 2**60), "kv_count", id="more keys than any model has"),
         pytest.param(24, struct.pack("<Q", 2**60), "kv_count", id="a key without end"),
     ],
 )
@@ -58,7 +60,41 @@ def test_a_damaged_beginning_is_refused_and_the_field_named(offset, content, fie
     with pytest.raises(GgufError) as caught:
         read_header(path)
     assert str(path) in str(caught.value)
-    assert caught.value.field == field or not field
+    assert caught.value.field == field
+
+
+def value(kind: int, *parts: bytes) -> bytes:
+    """A file whose only field is general.x: a value of this type."""
+    key = b"general.x"
+    return b"".join([b"GGUF", struct.pack("<IQQQ", 3, 0, 1, len(key)), key, struct.pack("<I", kind), *parts])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        pytest.param(value(9, struct.pack("<IQ", 7, 2**36)), "68719476736 entries", id="a list of truth values"),
+        pytest.param(value(9, struct.pack("<IQ", 8, 2**32)), "4294967296 entries", id="a list of texts"),
+        pytest.param(value(8, struct.pack("<Q", 2**36)), "128 MiB", id="a text"),
+        pytest.param(value(9, struct.pack("<IQQ", 8, 2**20, 2**36)), "128 MiB", id="a text in a list"),
+        pytest.param(value(9, struct.pack("<IQ", 9, 1)), "type 9", id="a list of lists"),
+        pytest.param(value(13), "type 13", id="an unknown type"),
+        pytest.param(value(8, struct.pack("<Q", 2), b"\xff\xfe"), "not UTF-8", id="a text of other bytes"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_without_memory_for_it(content, words, tmp_path):
+    """In files that are long enough, as far as their size is concerned: they take no space."""
+    path = tmp_path / "x.gguf"
+    with path.open("wb") as file:
+        file.write(content)
+        file.truncate(1 << 37)
+    tracemalloc.start()
+    try:
+        with pytest.raises(GgufError, match=words) as caught:
+            read_header(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
+    assert caught.value.field == "general.x"
 
 
 def test_a_file_that_is_cut_anywhere_is_refused(whole, tmp_path):
@@ -122,6 +158,15 @@ def test_what_is_not_served_is_refused_by_name_with_what_to_do(key, value, words
         ("tokenizer.ggml.bos_token_id", "x", "not a whole number"),
         ("llama.attention.head_count", 0, "not above 0"),
         ("llama.attention.head_count", [4, 4], "not a whole number"),
+        ("llama.attention.head_count_kv", 3, "4 heads are not a multiple of 3"),
+        ("llama.attention.layer_norm_rms_epsilon", math.nan, "nan is not a positive number"),
+        ("llama.rope.freq_base", -1.0, "-1.0 is not a positive number"),
+        ("llama.rope.scaling.factor", math.inf, "inf is not a positive number"),
+        ("llama.block_count", 2**31 - 1, "no tensor of the last layer"),
+        ("llama.context_length", 2**31 - 1, "not between 1 and 4194304"),
+        ("llama.context_length", 0, "not between 1 and 4194304"),
+        ("tokenizer.ggml.token_type", [math.nan] * (VOCAB_SIZE + 1), "not a list of whole numbers"),
+        ("tokenizer.ggml.token_type", [1, 1], f"has 2 entries, not {VOCAB_SIZE + 1}"),
         ("tokenizer.ggml.merges", ["ab"], "not two parts"),
         ("general.alignment", 3, "power of two"),
     ],
@@ -131,6 +176,16 @@ def test_a_wrong_value_is_refused_and_the_key_named(key, value, words, model, tm
     with pytest.raises(GgufError, match=words) as caught:
         read_everything(tmp_path / "x.gguf")
     assert caught.value.field == key
+
+
+def test_scores_that_are_no_numbers_are_refused(model, tmp_path):
+    """They would be sorted in any order, which is that of the merges."""
+    scores = [0.0] * VOCAB_SIZE + [math.nan]
+    changes = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": scores}
+    write_gguf(tmp_path / "x.gguf", model, changes=changes)
+    with pytest.raises(GgufError, match="not a number") as caught:
+        read_everything(tmp_path / "x.gguf")
+    assert caught.value.field == "tokenizer.ggml.scores"
 
 
 def test_a_type_of_tensor_that_is_not_read_is_refused_with_those_that_are(whole, tmp_path):
@@ -170,6 +225,15 @@ def test_parts_of_a_split_model_that_are_absent_or_of_another_one_are_refused(mo
     third.unlink()
     with pytest.raises(ModelFilesError, match=third.name):
         read_everything(first)
+
+
+@pytest.mark.parametrize("stem", ["x-00001-of-00000", "x-00004-of-00003", "x-00000-of-00001"])
+def test_a_name_like_that_of_a_part_that_cannot_be_is_any_name(stem, whole, tmp_path):
+    path = tmp_path / f"{stem}.gguf"
+    path.write_bytes(whole)
+    assert list_manifests(tmp_path) == {stem: path}
+    assert find_model(tmp_path, stem) == path
+    assert read_manifest(path).model == stem
 
 
 def test_a_whole_file_is_read(whole, model):
