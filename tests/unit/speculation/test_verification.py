@@ -40,9 +40,8 @@ class Certain(Oracle):
 
 
 def engine_with(proposer, **fields):
-    engine = make_engine(drafts=EagerDrafts(proposer, seed=1), **fields)
-    engine._executor = engine.executor = Verifying(max_tokens_at_once=1000)
-    return engine
+    executor = Verifying(max_tokens_at_once=1000)
+    return make_engine(executor=executor, drafts=EagerDrafts(proposer, seed=1), **fields)
 
 
 def sampled(*token_ids):
