@@ -55,6 +55,8 @@ def find_fault(
     """What is wrong with the packed logits; None if nothing. `expected`: logits [T, vocab_size] of each sequence."""
     if expected[0].shape[1] != model.vocab_size:
         return f"it has {expected[0].shape[1]} logits for a vocab_size of {model.vocab_size}"
+    if not all(bool(logits.isfinite().all()) for logits in expected):
+        return f"its logits are not finite in {str(dtype).removeprefix('torch.')}"
     found = _packed_logits(model, probe, dtype)
     largest = max(float(logits.abs().max()) for logits in expected)
     errors = torch.cat(

@@ -5,13 +5,14 @@ packed, cut and paged as in service, and refuses it unless both give the same lo
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM as _AutoModelForCausalLM
@@ -42,7 +43,7 @@ _DERIVED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attenti
 # What model code raises when it is not made for what it is given.
 _MODEL_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError,
-    TypeError, ValueError,
+    StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
 
 
@@ -161,16 +162,26 @@ def _read_weights(directory: Path, device: torch.device, dtype: torch.dtype) -> 
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            # Told by the report, with their names.
+            ignore_mismatched_sizes=True,
         )
     except (OSError, SafetensorError) as error:
         raise WeightsError(f"{directory}: {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in report[kind] if not str(name).endswith(_DERIVED))
+        names = sorted(_describe_tensor(entry) for entry in report[kind] if not str(entry).endswith(_DERIVED))
         if names:
             more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
             kind_of_tensors = kind.removesuffix("_keys")
             raise WeightsError(f"{directory}: {kind_of_tensors} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}")
     return module.to(device).eval().requires_grad_(False)
+
+
+def _describe_tensor(entry: str | tuple[str, Sequence[int], Sequence[int]]) -> str:
+    """A name, or of a mismatched tensor name, shape in the file and shape in the model."""
+    if isinstance(entry, str):
+        return entry
+    name, found, wanted = entry
+    return f"{name} of shape {list(found)} instead of {list(wanted)}"
 
 
 def _eager_logits(module: Any, token_ids: torch.Tensor) -> torch.Tensor:

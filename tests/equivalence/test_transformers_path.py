@@ -5,6 +5,8 @@ and with one that resumes, every row of logits that a token is drawn from is tha
 """
 
 import dataclasses
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -215,8 +217,34 @@ def test_weights_that_do_not_fit_are_refused_by_name(made, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(WeightsError, match=r"unexpected tensors: model\.layers\.1\.mlp\.extra"):
         load_parts(tmp_path, CHECK)
+    weights["model.layers.1.mlp.up_proj.weight"] = taken[:, 1:].contiguous()
+    del weights["model.layers.1.mlp.extra"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        WeightsError, match=r"mismatched tensors: model\.layers\.1\.mlp\.up_proj\.weight of shape \[96, 63\] instead of"
+    ):
+        load_parts(tmp_path, CHECK)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(WeightsError, match="safetensors"):
+        load_parts(tmp_path, CHECK)
+
+
+def test_logits_that_are_not_finite_are_refused_as_such(made, tmp_path):
+    """As of a model that overflows in 16 bits."""
+    shutil.copytree(made("StableLM"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.inf
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedArchitectureError, match="its logits are not finite in float32"):
+        load_parts(tmp_path, CHECK)
+
+
+@pytest.mark.parametrize("value", ["x", {}, -1])
+def test_a_config_that_is_wrong_is_refused_with_the_model_type(value, tmp_path):
+    make_config_only(tmp_path, *SERVED["Mixtral"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_size": value}))
+    with pytest.raises(UnsupportedArchitectureError, match="'mixtral' cannot be served"):
         load_parts(tmp_path, CHECK)
 
 
