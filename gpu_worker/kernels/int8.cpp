@@ -5,7 +5,8 @@
 // shape of the tiles is free.
 //
 // A pair of neighbouring inputs, as two 16-bit numbers, goes through one multiply-add: as fast as the 8-bit instruction
-// would be, whose 16-bit sums overflow with full 8-bit weights, and with room for finer rows.
+// would be, whose 16-bit sums overflow with full 8-bit weights, and with room for finer rows. There are two variants, for AVX2
+// and for AVX-512 with VNNI.
 //
 // A product is one call, and one region of threads: what comes before it, rounding, the sums.
 //
@@ -13,182 +14,98 @@
 
 #include <omp.h>
 
-#include <cstring>
+#include <utility>
 
 #include "calls.h"
+#include "int8_avx512.h"
+#include "int8_tile.h"
 #include "rows.h"
 
 using namespace sluice;
 
 namespace {
 
-constexpr int64_t kColumns = 16;
-constexpr int64_t kRows = 6;          // of a tile: with 2 vectors of columns each, sums fill 12 of 16 registers
-constexpr int64_t kRowsAtOnce = 120;  // rows that stay in the second cache while the weights pass by
-constexpr float kLevels = 511.0f;     // a row's largest magnitude becomes this
+constexpr int64_t kRowsAtOnce = 128;  // rows that stay in the second cache while the weights pass by
 
-inline __m256i magnitude_bits(const float* at) {
-  return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)), _mm256_set1_epi32(0x7fffffff));
+using Multiply = void (*)(const Product& product, int64_t row, int64_t panel);
+
+// By the number of rows, from 1.
+template <typename Variant, int... R>
+Multiply tile_of(int64_t num_rows, std::integer_sequence<int, R...>) {
+  static constexpr Multiply kTiles[] = {Variant::template multiply<R + 1>...};
+  return kTiles[num_rows - 1];
 }
 
-inline int32_t max_lanes(__m256i x) {
-  __m128i half = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0x4e));
-  half = _mm_max_epi32(half, _mm_shuffle_epi32(half, 0xb1));
-  return _mm_cvtsi128_si32(half);
+template <typename Variant>
+Multiply tile_of(int64_t num_rows) {
+  return tile_of<Variant>(num_rows, std::make_integer_sequence<int, Variant::kRows>());
 }
 
-// The largest magnitude, compared by its bits: what is not a number counts as larger than any.
-inline float largest_magnitude(const float* row, int64_t width) {
-  __m256i largest = _mm256_setzero_si256();
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) largest = _mm256_max_epi32(largest, magnitude_bits(row + i));
-  int32_t bits = max_lanes(largest);
-  for (; i < width; ++i) {
-    int32_t one;
-    std::memcpy(&one, row + i, sizeof one);
-    one &= 0x7fffffff;
-    bits = one > bits ? one : bits;
-  }
-  float magnitude;
-  std::memcpy(&magnitude, &bits, sizeof magnitude);
-  return magnitude;
-}
-
-inline __m128i round_eight(Vector x, Vector factor) {
-  const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(x, factor));
-  return _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-}
-
-// Writes the row as whole numbers, padded with a zero to an even width; returns what one of them stands for: nothing for a row
-// of zeros, not a number for one with something that is not finite, whose whole numbers are zeros.
-inline float round_row(const float* row, int64_t width, int16_t* out) {
-  const float largest = largest_magnitude(row, width);
-  const bool is_zero = largest < 1e-30f, is_finite = largest <= 3.4028235e38f;
-  const Vector factor = _mm256_set1_ps(is_zero || !is_finite ? 0.0f : kLevels / largest);
-  int64_t i = 0;
-  if (is_zero || !is_finite) {
-    std::memset(out, 0, (width + width % 2) * sizeof(int16_t));
-    return is_finite ? 0.0f : NAN;
-  }
-  for (; i + kLanes <= width; i += kLanes)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), round_eight(_mm256_loadu_ps(row + i), factor));
-  if (i < width) {
-    int16_t last[kLanes];
-    const Vector x = _mm256_maskload_ps(row + i, first_lanes(width - i));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(last), round_eight(x, factor));
-    std::memcpy(out + i, last, (width + width % 2 - i) * sizeof(int16_t));
-  }
-  return largest / kLevels;
-}
-
-struct Product {
-  const int16_t* rows;
-  const float* row_scales;
-  const int8_t* weights;
-  const float *scales, *bias;
-  float* out;
-  int64_t pairs, outputs;
-};
-
-inline __m256i widen(const int8_t* at) {
-  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-}
-
-inline void store(const Product& product, int64_t row, int64_t column, __m256i sums) {
-  if (column >= product.outputs) return;
-  const Vector scale = _mm256_mul_ps(_mm256_loadu_ps(product.scales + column), _mm256_set1_ps(product.row_scales[row]));
-  Vector result = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), scale);
-  if (product.bias) result = _mm256_add_ps(result, _mm256_loadu_ps(product.bias + column));
-  float* out = product.out + row * product.outputs + column;
-  if (column + kLanes <= product.outputs) return _mm256_storeu_ps(out, result);
-  _mm256_maskstore_ps(out, first_lanes(product.outputs - column), result);
-}
-
-// Rows [row, row + R) times one panel.
-template <int R>
-void multiply_tile(const Product& product, int64_t row, int64_t panel) {
-  const int16_t* rows = product.rows + row * 2 * product.pairs;
-  const int8_t* weights = product.weights + panel * product.pairs * 2 * kColumns;
-  __m256i sums[R][2];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
-  for (int64_t pair = 0; pair < product.pairs; ++pair) {
-    const __m256i low = widen(weights + pair * 2 * kColumns), high = widen(weights + pair * 2 * kColumns + kColumns);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const int16_t* at = rows + 2 * (r * product.pairs + pair);
-      __m256i x, products;
-      asm("vpbroadcastd %[at], %[x]\n\t"
-          "vpmaddwd %[low], %[x], %[products]\n\t"
-          "vpaddd %[products], %[first], %[first]\n\t"
-          "vpmaddwd %[high], %[x], %[x]\n\t"
-          "vpaddd %[x], %[second], %[second]"
-          : [first] "+x"(sums[r][0]), [second] "+x"(sums[r][1]), [x] "=&x"(x), [products] "=&x"(products)
-          : [low] "x"(low), [high] "x"(high), [at] "m"(*reinterpret_cast<const int32_t*>(at)));
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    store(product, row + r, panel * kColumns, sums[r][0]);
-    store(product, row + r, panel * kColumns + kLanes, sums[r][1]);
-  }
-}
-
-void multiply_rows(const Product& product, int64_t row, int64_t count, int64_t panel) {
-  switch (count) {
-    case 6: return multiply_tile<6>(product, row, panel);
-    case 5: return multiply_tile<5>(product, row, panel);
-    case 4: return multiply_tile<4>(product, row, panel);
-    case 3: return multiply_tile<3>(product, row, panel);
-    case 2: return multiply_tile<2>(product, row, panel);
-    default: return multiply_tile<1>(product, row, panel);
-  }
-}
-
-void multiply_all(const Product& product, int64_t num_rows) {
-  const int64_t panels = (product.outputs + kColumns - 1) / kColumns;
-  for (int64_t first = 0; first < num_rows; first += kRowsAtOnce) {
-    const int64_t count = num_rows - first < kRowsAtOnce ? num_rows - first : kRowsAtOnce;
-    const int64_t tiles = (count + kRows - 1) / kRows;
+// To be called by all threads of a region.
+template <typename Variant>
+void multiply_all(const Product& product, const Tiles& tiles) {
+  const int64_t panels = (product.outputs + kColumns - 1) / kColumns, at_once = kRowsAtOnce / Variant::kRows;
+  for (int64_t first = 0; first < tiles.count; first += at_once) {
+    const int64_t end = first + at_once < tiles.count ? first + at_once : tiles.count;
 #pragma omp for schedule(static) nowait
     for (int64_t panel = 0; panel < panels; ++panel)
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t begin = tile * count / tiles, end = (tile + 1) * count / tiles;
-        multiply_rows(product, first + begin, end - begin, panel);
-      }
+      for (int64_t tile = first; tile < end; ++tile)
+        tile_of<Variant>(tiles.size(tile))(product, tiles.begin(tile), panel);
   }
 }
 
-int64_t even(int64_t width) { return width + width % 2; }
+// Where things lie in the workspace: scales of the rows, a row for each thread, and whole numbers from a line's begin on.
+struct Workspace {
+  float *row_scales, *scratch;
+  int16_t* rows;
+  int64_t size;
 
-// Rounds what `prepare(row, scratch)` gives for each row, and multiplies. The workspace holds whole numbers, their scales and
-// a row for each thread.
-template <typename Prepare>
-void round_and_multiply(const SluiceInt8& weight, int64_t num_rows, char* workspace, float* out, int64_t threads,
-                        Prepare prepare) {
-  const int64_t width = even(weight.inputs);
-  float* row_scales = reinterpret_cast<float*>(workspace);
-  float* scratch = row_scales + num_rows;
-  int16_t* rows = reinterpret_cast<int16_t*>(scratch + threads * weight.inputs);
-  const Product product = {rows, row_scales, weight.weights, weight.scales, weight.bias, out, width / 2, weight.outputs};
+  Workspace(char* at, const SluiceInt8& weight, int64_t num_rows, int64_t threads) {
+    const int64_t numbers = (num_rows + threads * weight.inputs) * sizeof(float);
+    const int64_t begin = numbers + (-(reinterpret_cast<intptr_t>(at) + numbers) & 63);
+    row_scales = reinterpret_cast<float*>(at);
+    scratch = row_scales + num_rows;
+    rows = reinterpret_cast<int16_t*>(at + begin);
+    size = numbers + 63 + num_rows * padded(weight.inputs) * sizeof(int16_t);
+  }
+};
+
+// Rounds what `prepare(row, scratch)` gives for each row, and multiplies.
+template <typename Variant, typename Prepare>
+void round_and_multiply(const SluiceInt8& weight, int64_t num_rows, const Workspace& workspace, float* out, int64_t threads,
+                        const Prepare& prepare) {
+  const int64_t row_size = padded(weight.inputs);
+  const Product product = {workspace.rows, workspace.row_scales, weight.weights,          weight.scales, weight.bias,
+                           out,            row_size,             (weight.inputs + 1) / 2, weight.outputs};
+  const Tiles tiles(num_rows, Variant::kRows);
   const bool worth = num_rows * weight.outputs * weight.inputs >= kWorthThreads;
 #pragma omp parallel num_threads(static_cast<int>(threads)) if (worth && threads > 1)
   {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row) {
-      const float* prepared = prepare(row, scratch + omp_get_thread_num() * weight.inputs);
-      row_scales[row] = round_row(prepared, weight.inputs, rows + row * width);
+      const float* prepared = prepare(row, workspace.scratch + omp_get_thread_num() * weight.inputs);
+      const int64_t tile = tiles.holding(row), first = tiles.begin(tile);
+      int16_t* rounded = workspace.rows + first * row_size + (row - first) * kPiece;
+      workspace.row_scales[row] = round_row(prepared, weight.inputs, rounded, tiles.size(tile) * kPiece);
     }
-    multiply_all(product, num_rows);
+    multiply_all<Variant>(product, tiles);
   }
+}
+
+template <typename Prepare>
+void round_and_multiply(const SluiceInt8& weight, int64_t num_rows, char* memory, float* out, int64_t threads,
+                        const Prepare& prepare) {
+  if (num_rows == 0) return;
+  const Workspace workspace(memory, weight, num_rows, threads);
+  if (uses_avx512()) return round_and_multiply<Avx512>(weight, num_rows, workspace, out, threads, prepare);
+  round_and_multiply<Avx2>(weight, num_rows, workspace, out, threads, prepare);
 }
 
 }  // namespace
 
 // Bytes of the workspace of a product.
 SLUICE_EXPORT int64_t sluice_int8_workspace_size(const SluiceInt8* weight, int64_t num_rows, int64_t threads) {
-  return (num_rows + threads * weight->inputs) * sizeof(float) + num_rows * even(weight->inputs) * sizeof(int16_t);
+  return Workspace(nullptr, *weight, num_rows, threads).size;
 }
 
 // out [num_rows, outputs] = rows x weight.

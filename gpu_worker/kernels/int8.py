@@ -5,6 +5,7 @@ from ctypes import c_int64, c_void_p
 
 import torch
 
+from gpu_worker.kernels.large_pages import WEIGHTS
 from gpu_worker.kernels.library import CpuKernels
 
 COLUMNS = 16
@@ -29,7 +30,9 @@ class PackedWeight:
         size = -(-self.num_outputs // COLUMNS) * COLUMNS
         padded = torch.zeros(size, self.num_inputs + self.num_inputs % 2, dtype=torch.int8)
         padded[: self.num_outputs, : self.num_inputs] = weight
-        panels = padded.view(size // COLUMNS, COLUMNS, padded.shape[1] // 2, 2).permute(0, 2, 1, 3).contiguous()
+        panels = WEIGHTS.empty(padded.numel()).view(torch.int8)
+        pairs = padded.view(size // COLUMNS, COLUMNS, padded.shape[1] // 2, 2).permute(0, 2, 1, 3)
+        panels.view(pairs.shape).copy_(pairs)
         padded_scale, padded_bias = _pad(scale, size), None if bias is None else _pad(bias, size)
         self._kept = (panels, padded_scale, padded_bias)
         self._struct = _Int8(
