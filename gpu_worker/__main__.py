@@ -11,8 +11,11 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+from opentelemetry.metrics import get_meter
+
 from gpu_worker.announcer import Announcer, AnnounceTimes, SchedulerTarget
 from gpu_worker.config import WorkerConfig
+from gpu_worker.metrics import WorkerMetrics
 from gpu_worker.service import WorkerServicer
 from gpu_worker.supervisor import EngineCommand, EngineLostError, EngineProcess, HangLimits
 from gpu_worker.tasks import run_until_first
@@ -63,6 +66,7 @@ async def serve(config: WorkerConfig) -> None:
             times=WorkerTimes(start=config.start, drain=config.drain, hang=HangLimits(minimum=config.hang)),
             clock=time.monotonic,
             on_finish=record_attempt,
+            on_load=WorkerMetrics(get_meter("sluice")).take,
         )
         servicer = WorkerServicer(current_session=lambda: worker.session)
         register = partial(worker_pb2_grpc.add_WorkerServiceServicer_to_server, servicer)

@@ -131,6 +131,8 @@ def _encode_load(load: LoadReport, *, is_draining: bool) -> worker_pb2.LoadRepor
         num_draft_steps=load.num_draft_steps,
         num_draft_tokens=load.num_draft_tokens,
         num_accepted_draft_tokens=load.num_accepted_draft_tokens,
+        is_speculating=load.is_speculating,
+        num_speculation_stops=load.num_speculation_stops,
     )
 
 

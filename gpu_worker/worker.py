@@ -69,12 +69,15 @@ class Worker:
         times: WorkerTimes,
         clock: Callable[[], float],
         on_finish: Callable[[AttemptRecord, SequenceFinish, LoadReport], None],
+        on_load: Callable[[LoadReport], None] = lambda _load: None,
     ) -> None:
+        """`on_load` hears the report of every step of every engine."""
         self._spawn = spawn
         self._announce = announce
         self._times = times
         self._clock = clock
         self._on_finish = on_finish
+        self._on_load = on_load
         self._engine: SupervisedEngine | None = None
         self._prefixes = CachedPrefixes()
         self._session: WorkerSession | None = None
@@ -167,6 +170,7 @@ class Worker:
             if self._session is not None:
                 self._session.take_frame(frame)
             if isinstance(frame, OutputFrame):
+                self._on_load(frame.load)
                 await engine.ack(frame.output.step)
                 if frame.num_pauses > num_pauses:
                     num_pauses = frame.num_pauses

@@ -150,6 +150,8 @@ class NativeEngine:
             num_draft_steps=drafted.num_steps,
             num_draft_tokens=drafted.num_proposed,
             num_accepted_draft_tokens=drafted.num_accepted,
+            is_speculating=drafted.is_on,
+            num_speculation_stops=drafted.num_stops,
         )
 
     def check_integrity(self) -> None:

@@ -123,6 +123,10 @@ class LoadReport:
     """Proposed tokens that were verified."""
     num_accepted_draft_tokens: int = 0
     """Of these, tokens that the model drew as well."""
+    is_speculating: bool = False
+    """Whether proposing paid when it was last considered."""
+    num_speculation_stops: int = 0
+    """How often it went off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

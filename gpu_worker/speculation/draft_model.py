@@ -73,13 +73,13 @@ class DraftModelProposer:
         # The first step is a trial.
         self._num_idle = _PROBE_EVERY - 1
         self._num_missing = 0
-        self._is_broken = False
+        self.has_failed = False
 
     def bind(self, request_behind: RequestBehind) -> None:
         self._request_behind = request_behind
 
     def offer(self, decoding: Sequence[tuple[ScheduledSequence, int]], most: int) -> list[Rates]:
-        if self._is_broken:
+        if self.has_failed:
             return [()] * len(decoding)
         # What is not verified is not known to be right: now and then it is tried, where it would pay if it were good.
         self._num_idle += 1
@@ -108,7 +108,7 @@ class DraftModelProposer:
         except Exception:
             # The target does without; its output is the same.
             log.exception("draft_model_failed")
-            self._is_broken = True
+            self.has_failed = True
             return {}
 
     def record(self, sequence: ScheduledSequence, num_proposed: int, num_accepted: int) -> None:
@@ -160,10 +160,13 @@ class DraftModelProposer:
             each.context.compute(each.due, each.sequence.num_tokens)
             each.due = ()
         for each, outcome in zip(sampled, outcomes, strict=True):
-            if isinstance(outcome, Sampled):
-                each.token_ids.append(outcome.token_id)
-                if len(each.token_ids) < each.count:
-                    each.due = (outcome.token_id,)
+            if not isinstance(outcome, Sampled):
+                # As good as wrong: else a model that cannot tell would be asked in every step.
+                self._book.record(each.sequence.sequence_id, 0, is_right=False)
+                continue
+            each.token_ids.append(outcome.token_id)
+            if len(each.token_ids) < each.count:
+                each.due = (outcome.token_id,)
 
     def _request(self, proposal: _Proposal) -> SampleRequest:
         assert self._request_behind is not None, "bound before the first step"

@@ -110,6 +110,8 @@ class _Lookup:
 class NgramProposer:
     """Implements `Proposer` without a model."""
 
+    has_failed = False
+
     def __init__(self) -> None:
         self._book = AcceptanceBook(_PRIORS)
         self._lookups: dict[str, _Lookup] = {}

@@ -29,11 +29,14 @@ class DraftableStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCounts:
-    """Since the start. num_steps: how often a sequence had proposed tokens verified."""
+    """Since the start. num_steps: how often a sequence had proposed tokens verified. is_on: whether proposing paid when it
+    was last considered. num_stops: how often that ended."""
 
     num_steps: int
     num_proposed: int
     num_accepted: int
+    is_on: bool = False
+    num_stops: int = 0
 
 
 NO_DRAFTS = DraftCounts(num_steps=0, num_proposed=0, num_accepted=0)

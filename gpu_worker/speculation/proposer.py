@@ -11,7 +11,10 @@ Rates = tuple[float, ...]
 
 
 class Proposer(Protocol):
-    """Called in each step in the order of its methods; a step may end after each."""
+    """Called in each step in the order of its methods; a step may end after each. `has_failed`: it proposes nothing any
+    more."""
+
+    has_failed: bool
 
     def bind(self, request_behind: RequestBehind) -> None:
         """Once, before everything else."""

@@ -41,11 +41,17 @@ class Speculator:
         self._is_on = False
         self._num_on = 0
         self._idle_debt_s = 0.0
-        self._num_steps = self._num_proposed = self._num_accepted = 0
+        self._num_steps = self._num_proposed = self._num_accepted = self._num_stops = 0
 
     @property
     def counts(self) -> DraftCounts:
-        return DraftCounts(num_steps=self._num_steps, num_proposed=self._num_proposed, num_accepted=self._num_accepted)
+        return DraftCounts(
+            num_steps=self._num_steps,
+            num_proposed=self._num_proposed,
+            num_accepted=self._num_accepted,
+            is_on=self._is_on,
+            num_stops=self._num_stops,
+        )
 
     def bind(self, request_behind: RequestBehind) -> None:
         """To be called once, by the engine that draws."""
@@ -81,7 +87,7 @@ class Speculator:
             return _NO_PROPOSALS
         price = StepPrice(seconds=self._cost.predict, propose_seconds=self._proposer.seconds, target_s=step.target_s)
         choice = choose(offers, num_rows=step.num_rows, most=step.room, price=price)
-        self._is_on = choice.gain >= (_GAIN_TO_GO_ON if self._is_on else _GAIN_TO_START)
+        self._switch(is_on=choice.gain >= (_GAIN_TO_GO_ON if self._is_on else _GAIN_TO_START))
         if not self._is_on:
             return _NO_PROPOSALS
         self._num_on += 1
@@ -93,4 +99,11 @@ class Speculator:
             for (sequence, _), count in zip(step.decoding, choice.counts, strict=True)
             if count
         }
-        return self._proposer.propose(counts)
+        proposals = self._proposer.propose(counts)
+        if self._proposer.has_failed:
+            self._switch(is_on=False)
+        return proposals
+
+    def _switch(self, *, is_on: bool) -> None:
+        self._num_stops += self._is_on and not is_on
+        self._is_on = is_on

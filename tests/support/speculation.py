@@ -50,6 +50,8 @@ class EagerDrafts:
 class Oracle:
     """Implements `Proposer`: what comes next is known, and sometimes wrong on purpose."""
 
+    has_failed = False
+
     def __init__(self, next_tokens: Callable[[ScheduledSequence], Sequence[int]], *, seed: int) -> None:
         """`next_tokens`: what follows the newest token of a sequence, as far as it is known."""
         self._next_tokens = next_tokens

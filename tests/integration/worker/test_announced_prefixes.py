@@ -97,6 +97,8 @@ async def test_every_number_of_a_load_report_reaches_the_scheduler(setup):
         num_draft_steps=19,
         num_draft_tokens=20,
         num_accepted_draft_tokens=21,
+        is_speculating=True,
+        num_speculation_stops=22,
     )
     output = StepOutput(step=1, outputs=(), cache_changes=CacheChanges(added=(1,)))
     setup.session.take_frame(OutputFrame(output=output, load=load, num_pauses=0))

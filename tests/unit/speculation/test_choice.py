@@ -120,6 +120,8 @@ def test_rows_are_measured_without_spikes(monkeypatch):
 class Offers:
     """Implements `Proposer`: the same rates for all sequences."""
 
+    has_failed = False
+
     def __init__(self, *rates):
         self.rates = rates
         self.num_asked = 0
@@ -168,8 +170,21 @@ def test_what_pays_little_goes_on_but_does_not_start():
     assert speculator.propose(step_of(1))
     proposer.rates = (0.5,)
     assert speculator.propose(step_of(1))
+    assert (speculator.counts.is_on, speculator.counts.num_stops) == (True, 0)
     proposer.rates = (0.4,)
     assert speculator.propose(step_of(1)) == {}
+    assert (speculator.counts.is_on, speculator.counts.num_stops) == (False, 1)
+    assert speculator.propose(step_of(1)) == {}
+    assert speculator.counts.num_stops == 1, "it was off already"
+
+
+def test_speculation_is_off_when_the_proposer_has_failed():
+    proposer = Offers(0.9)
+    speculator = Speculator(proposer, RowCost(COST), max_draft_tokens=7, timer=lambda: 0.0)
+    assert speculator.propose(step_of(1))
+    proposer.has_failed = True
+    speculator.propose(step_of(1))
+    assert (speculator.counts.is_on, speculator.counts.num_stops) == (False, 1)
 
 
 def test_looking_up_in_vain_is_held_to_a_small_share_of_the_time():

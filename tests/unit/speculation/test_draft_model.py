@@ -1,7 +1,7 @@
 """When a draft model is asked, and what happens when it cannot answer."""
 
 from gpu_worker.engine.block_pool import BlockPool
-from gpu_worker.engine.execution import SampleRequest
+from gpu_worker.engine.execution import NOT_FINITE, SampleFailure, SampleRequest
 from gpu_worker.engine.sequence import Sequence
 from gpu_worker.speculation.draft_model import DraftModelProposer
 from gpu_worker.speculation.row_cost import RowCost
@@ -15,9 +15,18 @@ class Broken:
     def forget(self, sequence_id): ...
 
 
-def make_proposer():
+class Undecided:
+    """Its logits are not finite."""
+
+    def run(self, plan, requests):
+        return [SampleFailure(reason=NOT_FINITE)] * len(requests)
+
+    def forget(self, sequence_id): ...
+
+
+def make_proposer(executor=None):
     proposer = DraftModelProposer(
-        Broken(), pool=BlockPool(num_blocks=8, block_size=4), context_length=12, cost=RowCost([(1, 0.001)])
+        executor or Broken(), pool=BlockPool(num_blocks=8, block_size=4), context_length=12, cost=RowCost([(1, 0.001)])
     )
     sampling = SamplingParams(max_output_tokens=9, temperature=0.0)
     proposer.bind(
@@ -50,5 +59,18 @@ def test_after_a_failure_it_is_not_asked_again():
     assert proposer.offer(decoding, 4) != [()]
     assert proposer.propose({"s": 2}) == {}
     assert proposer.offer(decoding, 4) == [()]
+    assert proposer.has_failed
     proposer.forget("s")
     proposer.check_integrity()
+
+
+def test_a_model_that_cannot_tell_is_trusted_less_with_each_time():
+    proposer = make_proposer(Undecided())
+    decoding = [(sequence_of(3), 4)]
+    rates = []
+    for _ in range(40):
+        rates.append(proposer.offer(decoding, 4)[0][0])
+        assert proposer.propose({"s": 2}) == {}
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[-1] < 0.1
+    assert not proposer.has_failed

@@ -676,6 +676,8 @@ class LoadReport(_message.Message):
     NUM_DRAFT_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_SPECULATING_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATION_STOPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Step counter of the engine."""
     num_running: _builtins.int
@@ -714,6 +716,10 @@ class LoadReport(_message.Message):
     """Proposed tokens verified so far."""
     num_accepted_draft_tokens: _builtins.int
     """Of these, tokens that the model drew as well."""
+    is_speculating: _builtins.bool
+    """Whether proposing tokens paid when it was last considered."""
+    num_speculation_stops: _builtins.int
+    """How often speculation went off so far, because it did not pay or had failed."""
     @_builtins.property
     def room_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks that a new attempt of class 0, 1, 2 could get: free ones, and those that only lower classes hold."""
@@ -741,10 +747,12 @@ class LoadReport(_message.Message):
         num_draft_steps: _builtins.int = ...,
         num_draft_tokens: _builtins.int = ...,
         num_accepted_draft_tokens: _builtins.int = ...,
+        is_speculating: _builtins.bool = ...,
+        num_speculation_stops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "kv_waste", b"kv_waste", "largest_batch", b"largest_batch", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_blocks", b"num_blocks", "num_blocks_from_host", b"num_blocks_from_host", "num_blocks_to_host", b"num_blocks_to_host", "num_cached_blocks", b"num_cached_blocks", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_failed", b"num_failed", "num_free_blocks", b"num_free_blocks", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_waiting", b"num_waiting", "room_blocks", b"room_blocks", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "is_draining", b"is_draining", "is_speculating", b"is_speculating", "kv_waste", b"kv_waste", "largest_batch", b"largest_batch", "num_accepted_draft_tokens", b"num_accepted_draft_tokens", "num_blocks", b"num_blocks", "num_blocks_from_host", b"num_blocks_from_host", "num_blocks_to_host", b"num_blocks_to_host", "num_cached_blocks", b"num_cached_blocks", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "num_draft_steps", b"num_draft_steps", "num_draft_tokens", b"num_draft_tokens", "num_failed", b"num_failed", "num_free_blocks", b"num_free_blocks", "num_preempted", b"num_preempted", "num_running", b"num_running", "num_speculation_stops", b"num_speculation_stops", "num_waiting", b"num_waiting", "room_blocks", b"room_blocks", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
