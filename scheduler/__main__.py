@@ -14,6 +14,7 @@ from inference.internal.v1 import scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
 from scheduler.loops import every
 from scheduler.output_charges import FLUSH_S
+from scheduler.queue.news import RedisQueueNews
 from scheduler.queue.redis_queue import RedisAdmissionQueue
 from scheduler.redis_cancel_hints import RedisCancelHints
 from scheduler.retention import Retention, RetentionSettings
@@ -83,6 +84,11 @@ async def serve(config: SchedulerConfig) -> None:
         now=_now,
         settings=RetentionSettings(log_kept=config.log_kept),
     )
+    queue_news = RedisQueueNews(redis)
+
+    async def follow_queue() -> None:
+        await parts.dispatcher.follow(queue_news.follow())
+
     register = partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, parts.servicer)
     server = GrpcServer(
         listen=config.listen,
@@ -95,6 +101,7 @@ async def serve(config: SchedulerConfig) -> None:
             loops = [
                 tasks.create_task(parts.dispatcher.run()),
                 tasks.create_task(every(HINTS_S, parts.cancellation.follow_hints, name="cancel_hints")),
+                tasks.create_task(every(HINTS_S, follow_queue, name="queue_news")),
                 tasks.create_task(every(FLUSH_S, parts.charges.flush_once, name="output_charges")),
                 tasks.create_task(every(RENEW_S, parts.registry.renew_once, name="renew")),
                 tasks.create_task(every(COMPARE_S, parts.registry.compare_once, name="compare")),

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -24,8 +25,8 @@ from state_store.ports import AttemptRef, GenerationStore, GrantKind, GrantReque
 
 _log = get_logger()
 
-POLL_S = 0.05
-"""How soon work that another scheduler queued is noticed."""
+POLL_S = 0.25
+"""How often the queue is looked at without a hint: for entries whose time has come, and for hints that were lost."""
 _UNAVAILABLE_PAUSE_S = 0.25
 MAX_POP = 16
 """Entries per pop and session, so that sessions of one model that other schedulers own get some as well."""
@@ -69,6 +70,12 @@ class Dispatcher:
 
     def wake(self) -> None:
         self._wake.set()
+
+    async def follow(self, news: AsyncGenerator[None, None]) -> None:
+        """Wakes at each of the queue's news, until cancelled."""
+        async with aclosing(news) as hints:
+            async for _ in hints:
+                self.wake()
 
     async def run(self) -> None:
         """Dispatches until cancelled."""

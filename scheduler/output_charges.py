@@ -14,7 +14,7 @@ from state_store.model import ModelKey
 
 _log = get_logger()
 
-FLUSH_S = 0.05
+FLUSH_S = 0.2
 
 
 class OutputCharges:

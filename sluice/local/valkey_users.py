@@ -1,7 +1,8 @@
 """Who may do what in Redis or Valkey. Pure. The local stack writes it down as an ACL file; docker-compose.yml says the same.
 
-Names: `log:…` is the delta log, `{quota:…}` the quotas, `queue:…` and `{q:…}` the admission queue; `log:gw:<gateway>` and
-`scheduler:cancelled` are channels. A script names its keys under (+eval +evalsha ~…), and what it runs is checked one by one.
+Names: `log:…` is the delta log, `{quota:…}` the quotas, `queue:…` and `{q:…}` the admission queue; `log:gw:<gateway>`,
+`scheduler:cancelled` and `queue:news` are channels. A script names its keys under (+eval +evalsha ~…), and what it runs is
+checked one by one.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ RULES: Mapping[str, str] = {
     ),
     # Scans for logs that nobody closed.
     "scheduler": (
-        f"on &log:gw:* &scheduler:cancelled -@all {_CONNECT} +publish +scan"
+        f"on &log:gw:* &scheduler:cancelled &queue:news -@all {_CONNECT} +publish +scan"
         f" (+eval +evalsha {_STRUCTURES} +@stream -@dangerous ~log:* ~queue:* ~{{q:*) ({_COUNT})"
     ),
 }

@@ -21,4 +21,5 @@ for i = 3, #ARGV, 2 do
   end
 end
 
+publish_news()
 return answers

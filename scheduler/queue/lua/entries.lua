@@ -105,6 +105,11 @@ local function discard(generation, entry, is_refunded)
   settle(entry.tenant)
 end
 
+-- A hint to every scheduler, see news.py. Who may not publish queues all the same: the hint is missed, no more.
+local function publish_news()
+  redis.pcall('PUBLISH', 'queue:news', TAG)
+end
+
 -- From in flight to its old place, refunded and not lifted: it never left.
 local function put_back(generation, entry)
   land(generation, entry)

@@ -8,4 +8,7 @@ for _, generation in ipairs(overdue) do
   put_back(generation, find(generation))
 end
 
+if #overdue > 0 then
+  publish_news()
+end
 return #overdue

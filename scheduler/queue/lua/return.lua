@@ -9,4 +9,5 @@ for i = 1, #ARGV, 2 do
   end
 end
 
+publish_news()
 return 0

@@ -77,6 +77,7 @@ def as_gateway(valkey_server: LocalValkey) -> Iterator[redis.Redis]:
         "PUBLISH log:gw:another x",
         "PUBLISH scheduler:cancelled x",
         "SUBSCRIBE scheduler:cancelled",
+        "SUBSCRIBE queue:news",
         "PSUBSCRIBE *",
         "GET anything",
     ],
