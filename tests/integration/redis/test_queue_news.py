@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio import Redis
@@ -58,9 +59,13 @@ async def test_a_user_who_may_not_publish_queues_all_the_same(
     under_test: QueueUnderTest, valkey_server: LocalValkey
 ) -> None:
     client = client_of(under_test)
-    await client.execute_command("ACL", "SETUSER", "mute", "on", ">x", "resetchannels", "~*", "+@all")
+    as_mute = ("ACL", "SETUSER", "mute", "on", ">x", "resetchannels", "~*", "+@all")
+    await client.execute_command(*as_mute)  # type: ignore[no-untyped-call]
+    server = urlsplit(valkey_server.url)
     database = client.connection_pool.connection_kwargs["db"]
-    async with Redis.from_url(valkey_server.url, db=database, username="mute", password="x") as mute:
+    async with Redis(
+        host=server.hostname or "", port=server.port or 0, db=database, username="mute", password="x"
+    ) as mute:
         with pytest.raises(NoPermissionError):
             await mute.publish(CHANNEL, "x")
         entry = entry_of("a")
