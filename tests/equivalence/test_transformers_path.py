@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutput
 
 from gpu_worker.artifacts.quantize import quantize_directory
 from gpu_worker.artifacts.weights import WeightsError
@@ -22,6 +23,7 @@ from gpu_worker.engine.settings import EngineSettings
 from gpu_worker.models import transformers_model
 from gpu_worker.models.transformers_attention import Observer
 from gpu_worker.models.transformers_linears import PackedLinear
+from gpu_worker.models.transformers_model import TransformersModel
 from gpu_worker.models.transformers_refusals import UnsupportedArchitectureError
 from service_kit.model_manifest import read_manifest
 from tests.support.engine_runs import make_spec, run_to_end
@@ -141,6 +143,36 @@ def test_a_model_that_is_not_recognised_is_refused_by_what_it_does(name, reason,
     make_tiny_decoder(tmp_path, model_type, fields)
     with pytest.raises(UnsupportedArchitectureError, match=reason):
         load_parts(tmp_path, CHECK)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("bert", "attends to what comes later"), ("diffllama", "has the number 0, which is none or not its own")],
+)
+def test_a_model_whose_layers_attend_otherwise_is_refused(model_type, reason, tmp_path):
+    """To both sides, and twice in each layer."""
+    make_tiny_decoder(tmp_path, model_type, SERVED["Phi-3"][1] | {"sliding_window": None})
+    with pytest.raises(UnsupportedArchitectureError, match=reason):
+        load_parts(tmp_path, CHECK)
+
+
+class AllRows(torch.nn.Module):
+    """Model code that does not know `logits_to_keep`."""
+
+    config = PretrainedConfig(vocab_size=9)
+    dtype = torch.float32
+
+    def forward(self, input_ids, **_):
+        return CausalLMOutput(logits=torch.eye(9)[input_ids])
+
+
+@pytest.mark.parametrize("rows", [[2], [0, 3], [], [0, 1, 2, 3]])
+def test_only_the_wanted_rows_are_given_by_code_that_gives_all(rows):
+    token_ids, wanted = torch.tensor([5, 6, 7, 8]), torch.tensor(rows, dtype=torch.int64)
+    model = TransformersModel(AllRows(), ())
+    logits = model.logits(model.forward(token_ids, torch.arange(4), lambda *_: None, wanted))
+    assert logits.shape == (len(rows), 9)
+    assert logits.argmax(1).tolist() == token_ids[wanted].tolist()
 
 
 @pytest.mark.parametrize("field", ["window", "scale", "softcap"])
