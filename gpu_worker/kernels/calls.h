@@ -14,6 +14,12 @@ struct SluiceInt8 {
   int64_t inputs, outputs;
 };
 
+// A weight in panels, at the start of a line of the cache; bias (or none) has a number for each column of all panels.
+struct SluiceFp32 {
+  const float *weights, *bias;
+  int64_t inputs, outputs;
+};
+
 }  // extern "C"
 
 }  // namespace sluice
@@ -29,4 +35,10 @@ SLUICE_EXPORT void sluice_int8_rows(const sluice::SluiceInt8* weight, const floa
 SLUICE_EXPORT void sluice_int8_after_norm(const sluice::SluiceInt8* weight, float* hidden, const float* delta, const float* norm,
                                           float eps, int64_t num_rows, char* workspace, float* out, int64_t threads);
 SLUICE_EXPORT void sluice_int8_after_gate(const sluice::SluiceInt8* weight, const float* gate_up, int64_t stride,
+                                          int64_t num_rows, char* workspace, float* out, int64_t threads);
+SLUICE_EXPORT void sluice_fp32_rows(const sluice::SluiceFp32* weight, const float* rows, int64_t stride, int64_t num_rows,
+                                    char* workspace, float* out, int64_t threads);
+SLUICE_EXPORT void sluice_fp32_after_norm(const sluice::SluiceFp32* weight, float* hidden, const float* delta, const float* norm,
+                                          float eps, int64_t num_rows, char* workspace, float* out, int64_t threads);
+SLUICE_EXPORT void sluice_fp32_after_gate(const sluice::SluiceFp32* weight, const float* gate_up, int64_t stride,
                                           int64_t num_rows, char* workspace, float* out, int64_t threads);

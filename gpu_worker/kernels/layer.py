@@ -1,4 +1,4 @@
-"""Decoder layers with int8 weights, one call for each layer and step.
+"""Decoder layers as one call for each layer and step.
 
 Between the operations of a layer the interpreter needs about as long as one row's products do. The operations are those that
 the layer is made of otherwise, so that the bits are the same.
@@ -12,8 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from gpu_worker.kernels.int8 import PackedWeight
-from gpu_worker.kernels.library import CpuKernels
+from gpu_worker.kernels.product import PackedWeight, ProductKernels
 
 
 @runtime_checkable
@@ -26,7 +25,7 @@ class AddressedStep(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer: weights, norms, and the norms of single heads, if there are any. All of fp32 but the packed ones."""
+    """One layer: weights of one kind, norms, and the norms of single heads, if there are any, in fp32."""
 
     query_key_value: PackedWeight
     attention_output: PackedWeight
@@ -63,13 +62,13 @@ class _Rows(ctypes.Structure):
     )
 
 
-class Int8Layers:
-    """All layers of a model, in order. `heads`: query heads, KV heads, and the size of a head."""
+class WholeLayers:
+    """All layers of a model, in order, with weights of the kind of `kernels`. `heads`: query heads, KV heads, size of a head."""
 
     def __init__(
-        self, kernels: CpuKernels, layers: Sequence[LayerWeights], *, heads: tuple[int, int, int], eps: float
+        self, kernels: ProductKernels, layers: Sequence[LayerWeights], *, heads: tuple[int, int, int], eps: float
     ) -> None:
-        self._functions = kernels.functions
+        self._kernels = kernels
         self._kept = tuple(layers)
         self._layers = [_describe(layer, heads, eps) for layer in layers]
         self._heads = heads
@@ -88,7 +87,7 @@ class Int8Layers:
         fused = torch.empty(num_rows, (num_heads + 2 * num_kv_heads) * head_dim)
         attended = torch.empty(num_rows, num_heads * head_dim)
         gate_up = torch.empty(num_rows, first.gate_up.num_outputs)
-        size = self._functions.sluice_int8_workspace_size
+        size = self._kernels.workspace_size
         needed = max(size(weight.address, num_rows, threads) for weight in first.weights)
         workspace = torch.empty(needed, dtype=torch.uint8)
         rows = _Rows(
@@ -105,7 +104,7 @@ class Int8Layers:
         rows_address = ctypes.addressof(rows)
         for index, layer in enumerate(self._layers):
             told, memory = step.addresses(index)
-            self._functions.sluice_int8_layer(ctypes.addressof(layer), told, memory, rows_address, index == 0)
+            self._kernels.layer(ctypes.addressof(layer), told, memory, rows_address, index == 0)
         return delta
 
 

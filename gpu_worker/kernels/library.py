@@ -18,7 +18,18 @@ _ROWS = 2
 _CPU_FEATURES = ("avx2", "fma", "f16c")
 _OPENMP_NAMES = ("libgomp", "libiomp5", "libomp")
 
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+_Signature = tuple[type | None, tuple[type, ...]]
+
+_PRODUCT_SIGNATURES: dict[str, _Signature] = {
+    "workspace_size": (c_int64, (c_void_p, c_int64, c_int64)),
+    "rows": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
+    "after_norm": (None, (*(c_void_p,) * 4, c_float, c_int64, c_void_p, c_void_p, c_int64)),
+    "after_gate": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
+    "layer": (None, (*(c_void_p,) * 4, c_int64)),
+}
+"""Of each kind of weights."""
+
+_SIGNATURES: dict[str, _Signature] = {
     "sluice_source_hash": (c_char_p, ()),
     "sluice_use_avx512": (c_int, (c_int,)),
     "sluice_uses_avx512": (c_int, ()),
@@ -29,11 +40,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "sluice_rms_norm": (None, (*(c_void_p, c_int64, c_int64) * 2, c_void_p, c_float, *(c_int64,) * 4)),
     "sluice_silu_and_multiply": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
     "sluice_add_rms_norm": (None, (*(c_void_p,) * 3, c_float, c_void_p, *(c_int64,) * 3)),
-    "sluice_int8_workspace_size": (c_int64, (c_void_p, c_int64, c_int64)),
-    "sluice_int8_rows": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
-    "sluice_int8_after_norm": (None, (*(c_void_p,) * 4, c_float, c_int64, c_void_p, c_void_p, c_int64)),
-    "sluice_int8_after_gate": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
-    "sluice_int8_layer": (None, (*(c_void_p,) * 4, c_int64)),
+    **{
+        f"sluice_{kind}_{name}": signature
+        for kind in ("int8", "fp32")
+        for name, signature in _PRODUCT_SIGNATURES.items()
+    },
     "sluice_sampling_scratch_size": (c_int64, (c_int64,)),
     "sluice_find_best": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64)),
     "sluice_draw_rows": (None, (*(c_void_p,) * 3, c_int64, c_int64, c_void_p, c_void_p, c_int64)),

@@ -3,7 +3,7 @@
 Its members differ in biases, norms of single heads, windows and the layers that turn: all of it is data of ModelConfig.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,9 @@ import torch
 
 from gpu_worker.artifacts.checkpoints import open_checkpoint
 from gpu_worker.attention.port import StepAttention
-from gpu_worker.kernels.layer import AddressedStep, Int8Layers, LayerWeights
+from gpu_worker.kernels.layer import AddressedStep, LayerWeights, WholeLayers
 from gpu_worker.layers.linear.factory import LinearFactory
+from gpu_worker.layers.linear.fp32 import Fp32Linear
 from gpu_worker.layers.linear.int8 import Int8Linear
 from gpu_worker.layers.linear.port import Linear, MakeLinear
 from gpu_worker.layers.norm import Norm, rms_norm
@@ -184,29 +185,30 @@ def _make_layer(config: ModelConfig, index: int, read: ReadTensors, make_linear:
     )
 
 
-def _find_whole_layers(config: ModelConfig, layers: list[LlamaLayer]) -> Int8Layers | None:
-    """The layers as single calls, if every product of theirs is int8; with nothing of their memory twice."""
-    found = []
-    for layer in layers:
-        linears = [linear for linear in layer.linears if isinstance(linear, Int8Linear)]
-        if len(linears) < len(layer.linears):
-            return None
-        query_key_value, attention_output, gate_up, down = (linear.packed for linear in linears)
-        weights = LayerWeights(
-            query_key_value=query_key_value,
-            attention_output=attention_output,
-            gate_up=gate_up,
-            down=down,
-            input_norm=layer.input_norm.weight,
-            mlp_norm=layer.mlp_norm.weight,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            is_rotary=layer.is_rotary,
-        )
-        found.append((linears[0].kernels, weights))
-    kernels, _ = found[0]
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    return Int8Layers(kernels.library, [weights for _, weights in found], heads=heads, eps=config.rms_norm_eps)
+def _find_whole_layers(config: ModelConfig, layers: list[LlamaLayer]) -> WholeLayers | None:
+    """The layers as single calls, if one of our kernels makes all their products; with nothing of their memory twice."""
+    for kind in (Int8Linear, Fp32Linear):
+        linears = [[linear for linear in layer.linears if isinstance(linear, kind)] for layer in layers]
+        if all(len(ours) == len(layer.linears) for ours, layer in zip(linears, layers, strict=True)):
+            weights = [_whole_layer(layer, ours) for ours, layer in zip(linears, layers, strict=True)]
+            heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+            return WholeLayers(linears[0][0].kernels, weights, heads=heads, eps=config.rms_norm_eps)
+    return None
+
+
+def _whole_layer(layer: LlamaLayer, linears: Sequence[Int8Linear | Fp32Linear]) -> LayerWeights:
+    query_key_value, attention_output, gate_up, down = (linear.packed for linear in linears)
+    return LayerWeights(
+        query_key_value=query_key_value,
+        attention_output=attention_output,
+        gate_up=gate_up,
+        down=down,
+        input_norm=layer.input_norm.weight,
+        mlp_norm=layer.mlp_norm.weight,
+        query_norm=layer.query_norm,
+        key_norm=layer.key_norm,
+        is_rotary=layer.is_rotary,
+    )
 
 
 def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Chooses the matrix product of a model: the packed one where it works, else torch's own."""
+"""Chooses the matrix product of a model: our own where it works, else oneDNN's, else torch's plain one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import structlog
 import torch
 
+from gpu_worker.kernels.fp32 import Fp32Kernels
 from gpu_worker.kernels.int8 import Int8Kernels
 from gpu_worker.kernels.library import CpuKernels, load_cpu_kernels
 from gpu_worker.layers.linear.check import FP32_TOLERANCE, INT8_TOLERANCE, find_fault
+from gpu_worker.layers.linear.fp32 import Fp32Linear, Fp32UnavailableError
 from gpu_worker.layers.linear.int8 import Int8Linear, Int8UnavailableError
 from gpu_worker.layers.linear.onednn import OneDnnLinear, OneDnnUnavailableError, find_operators
 from gpu_worker.layers.linear.plain import PlainLinear
@@ -26,12 +28,13 @@ class LinearFactory:
         namespace: Any = torch.ops.mkldnn,
         load_kernels: Callable[[], CpuKernels | None] = load_cpu_kernels,
     ) -> None:
-        """`namespace` holds oneDNN's operators; the kernels are loaded when an int8 weight comes."""
+        """`namespace` holds oneDNN's operators; the kernels are loaded when a weight comes."""
         self._namespace = namespace
         self._load_kernels = load_kernels
         self._int8_kernels: Int8Kernels | None = None
+        self._fp32_kernels: Fp32Kernels | None = None
         self._checked: set[tuple[str, torch.Size, bool]] = set()
-        self._reasons: set[str] = set()
+        self._reasons: set[tuple[str, str]] = set()
 
     def __call__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
@@ -49,12 +52,25 @@ class LinearFactory:
         if weight.device.type != "cpu":
             return PlainLinear(weight, bias)
         try:
-            return self._pack(weight, bias)
+            return self._pack_fp32(weight, bias)
+        except Fp32UnavailableError as unavailable:
+            self._log_once("linear_not_ours", str(unavailable))
+        try:
+            return self._pack_onednn(weight, bias)
         except OneDnnUnavailableError as unavailable:
             self._log_once("linear_not_packed", str(unavailable))
-            return PlainLinear(weight, bias)
+        return PlainLinear(weight, bias)
 
-    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def _pack_fp32(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        if self._fp32_kernels is None and (kernels := self._load_kernels()):
+            self._fp32_kernels = Fp32Kernels(kernels)
+        packed = Fp32Linear(self._fp32_kernels, weight, bias)
+        fault = self._find_fault(packed, weight, bias, tolerance=FP32_TOLERANCE)
+        if fault is not None:
+            raise Fp32UnavailableError(fault)
+        return packed
+
+    def _pack_onednn(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         packed = OneDnnLinear(find_operators(self._namespace), weight, bias)
         fault = self._find_fault(packed, weight, bias, tolerance=FP32_TOLERANCE)
         if fault is not None:
@@ -84,6 +100,6 @@ class LinearFactory:
         return f"[{weight.shape[0]}, {weight.shape[1]}]: {fault}"
 
     def _log_once(self, event: str, reason: str) -> None:
-        if reason not in self._reasons:
-            self._reasons.add(reason)
+        if (event, reason) not in self._reasons:
+            self._reasons.add((event, reason))
             _log.warning(event, reason=reason)

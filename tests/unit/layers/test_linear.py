@@ -1,4 +1,4 @@
-"""The contract of a matrix product, on both implementations, and how one of them is chosen."""
+"""The contract of a matrix product, on all implementations for fp32 weights, and how one of them is chosen."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,12 +9,15 @@ import torch
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import silu
 
+from gpu_worker.kernels.fp32 import Fp32Kernels
 from gpu_worker.layers.linear.check import find_fault, find_row_dependence
 from gpu_worker.layers.linear.factory import LinearFactory
+from gpu_worker.layers.linear.fp32 import Fp32Linear
 from gpu_worker.layers.linear.onednn import OneDnnLinear, OneDnnUnavailableError, find_operators
 from gpu_worker.layers.linear.plain import PlainLinear
 from gpu_worker.layers.linear.row_sizes import LARGEST_SIZE, round_up
 from gpu_worker.layers.norm import Norm, rms_norm
+from tests.support.paged_attention import need_kernels
 
 SHAPES = [(96, 64), (576, 192), (33, 7), (1, 1), (1030, 576)]
 OPERATORS = torch.ops.mkldnn
@@ -34,7 +37,11 @@ def pack(weight, bias=None):
     return OneDnnLinear(find_operators(OPERATORS), weight, bias)
 
 
-@pytest.fixture(params=[pack, PlainLinear], ids=["onednn", "plain"])
+def pack_ours(weight, bias=None):
+    return Fp32Linear(Fp32Kernels(need_kernels()), weight, bias)
+
+
+@pytest.fixture(params=[pack_ours, pack, PlainLinear], ids=["fp32", "onednn", "plain"])
 def make_linear(request):
     return request.param
 
@@ -200,16 +207,33 @@ def test_a_weight_that_is_not_a_number_is_no_fault():
     assert find_fault(pack(weight, bias), weight, bias) is None
 
 
-def choose(namespace, weight, bias=None):
+def choose(namespace, weight, bias=None, *, load_kernels=lambda: None):
+    """The linear of a process with these operators, and why it is not our kernel's and not packed by oneDNN."""
     with structlog.testing.capture_logs() as logs:
-        factory = LinearFactory(namespace=namespace)
+        factory = LinearFactory(namespace=namespace, load_kernels=load_kernels)
         linears = [factory(weight, bias) for _ in range(3)]
-    return linears[0], [entry["reason"] for entry in logs if entry["event"] == "linear_not_packed"]
+    events = ("linear_not_ours", "linear_not_packed")
+    return linears[0], *([entry["reason"] for entry in logs if entry["event"] == event] for event in events)
 
 
-def test_a_weight_is_packed_where_that_works():
-    linear, reasons = choose(OPERATORS, *make_weight(96, 64))
-    assert (linear.name, linear.is_batch_invariant, reasons) == ("onednn", True, [])
+def test_a_weight_is_multiplied_by_our_kernel_where_that_works():
+    linear, *reasons = choose(OPERATORS, *make_weight(576, 1536), load_kernels=need_kernels)
+    assert (linear.name, linear.is_batch_invariant, reasons) == ("fp32", True, [[], []])
+
+
+def test_without_the_kernels_a_weight_is_packed_by_onednn_and_the_reason_told_once():
+    linear, *reasons = choose(OPERATORS, *make_weight(96, 64))
+    assert (linear.name, linear.is_batch_invariant) == ("onednn", True)
+    assert reasons == [["the CPU kernels are missing"], []]
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch):
+    multiply = Fp32Kernels.multiply
+    monkeypatch.setattr(Fp32Kernels, "multiply", lambda *arguments: 2 * multiply(*arguments))
+    linear, reasons, _ = choose(OPERATORS, *make_weight(96, 64), load_kernels=need_kernels)
+    assert linear.name == "onednn"
+    assert len(reasons) == 1
+    assert "[96, 64]: its product is wrong by" in reasons[0]
 
 
 def for_a_batch_of_one(weight, _):
@@ -248,7 +272,7 @@ FALL_BACKS = {
 def test_the_plain_product_is_used_with_a_reason_where_packing_does_not_work(case):
     namespace, reason = FALL_BACKS[case]
     weight, bias = make_weight(576, 192)
-    linear, reasons = choose(namespace, weight, bias)
+    linear, _, reasons = choose(namespace, weight, bias)
     assert (linear.name, linear.is_batch_invariant) == ("plain", False)
     assert len(reasons) == 1, "a reason is told once"
     assert reason in reasons[0]
@@ -258,9 +282,9 @@ def test_the_plain_product_is_used_with_a_reason_where_packing_does_not_work(cas
 
 def test_another_type_than_fp32_is_not_packed():
     weight = make_weight(96, 64)[0].bfloat16()
-    linear, reasons = choose(OPERATORS, weight)
+    linear, *reasons = choose(OPERATORS, weight, load_kernels=need_kernels)
     assert linear.name == "plain"
-    assert reasons == ["only fp32 on a CPU is packed, not torch.bfloat16 on cpu"]
+    assert reasons == [["only fp32 on a CPU is packed, not torch.bfloat16 on cpu"]] * 2
     with pytest.raises(OneDnnUnavailableError, match="bfloat16"):
         pack(weight)
 

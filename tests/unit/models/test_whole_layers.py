@@ -1,4 +1,4 @@
-"""Layers with int8 weights as one call each, and models on a machine without the compiled library."""
+"""Layers as one call each, and models on a machine without the compiled library."""
 
 import pytest
 import torch
@@ -35,13 +35,15 @@ def plan_of(*sizes: int) -> StepPlan:
     return StepPlan(sequences=tuple(planned))
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["fp32", "int8"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_layer_as_one_call_has_the_bits_of_its_operations(kind, tmp_path):
+def test_a_layer_as_one_call_has_the_bits_of_its_operations(kind, is_int8, tmp_path):
     need_kernels()
     model_type, fields = MODELS[kind]
     make_tiny_model(tmp_path / "tiny", model_type, **fields)
+    directory = quantize_tiny(tmp_path / "tiny") if is_int8 else tmp_path / "tiny"
     reported = []
-    parts = load_parts(quantize_tiny(tmp_path / "tiny"), SETTINGS, on_progress=lambda: reported.append(1))
+    parts = load_parts(directory, SETTINGS, on_progress=lambda: reported.append(1))
     model = parts.runner._model
     assert model.whole_layers is not None
     plan = plan_of(1, 7, 40)
@@ -78,6 +80,7 @@ def test_without_the_library_engines_answer_alike_and_say_what_they_do_without(t
     assert slow[0] == fast[0]
     assert len(slow[1]) == 12, "int8 weights are multiplied as the numbers that they stand for"
     reasons = {line["event"]: line["reason"] for line in logs if "reason" in line}
+    assert "the CPU kernels are missing" in reasons["linear_not_ours"]
     assert "was not built" in reasons["cpu_kernels_unavailable"]
     assert "the CPU kernels are missing" in reasons["linear_not_int8"]
     assert [line["name"] for line in logs if line["event"] == "attention_backend"] == ["reference", "reference"]
