@@ -177,7 +177,13 @@ def _head_dim(keys: _Keys) -> int:
 
 
 def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
-    """rope_theta, and rope_scaling for positions that are stretched."""
+    """rope_theta, and rope_scaling for positions that are stretched.
+
+    llama.cpp multiplies the magnitude of any rotation by `attn_factor`; transformers takes it for the whole magnitude of yarn.
+    """
+    for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        if keys.number_or_none(name) not in (None, 1.0):
+            raise keys.header.unsupported(keys.prefix + name, f"{keys.number(name)} is not computed, only 1")
     theta = keys.number_or_none("rope.freq_base") or 10000.0
     has_type = f"{keys.prefix}rope.scaling.type" in keys.header.metadata
     kind = keys.header.text(f"{keys.prefix}rope.scaling.type") if has_type else "none"
@@ -206,10 +212,6 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _yarn(keys: _Keys, factor: float) -> dict[str, Any]:
-    """llama.cpp multiplies the magnitude that follows from the factor by `attn_factor`; transformers takes it as it is."""
-    for name in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-        if keys.number_or_none(name) not in (None, 1.0):
-            raise keys.header.unsupported(keys.prefix + name, f"{keys.number(name)} is not computed, only 1")
     fields = {
         "factor": factor,
         "original_max_position_embeddings": keys.whole("rope.scaling.original_context_length"),

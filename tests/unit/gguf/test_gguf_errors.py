@@ -140,6 +140,7 @@ def test_a_missing_key_is_named(key, model, tmp_path):
         ("llama.some_new_thing", [1, 2], "not understood"),
         ("llama.rope.scaling.type", "longrope", "'longrope' is not computed"),
         ("llama.rope.dimension_count", 8, "8, where heads have 16"),
+        ("llama.rope.scaling.attn_factor", 1.2, "only 1"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name_with_what_to_do(key, value, words, model, tmp_path):
