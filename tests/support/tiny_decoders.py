@@ -121,6 +121,8 @@ REFUSED: dict[str, tuple[str, Fields, str]] = {
         },
         "recurrent state",
     ),
+    # Whose config has no list of layers.
+    "RWKV": ("rwkv", {**_VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}, "keep a recurrent state"),
     "LFM2": ("lfm2", {**_COMMON, "layer_types": ["conv", "full_attention"]}, "recurrent state"),
     "gpt-oss": ("gpt_oss", {**_COMMON, "head_dim": 16, "num_local_experts": 4, "rope_parameters": {"rope_type": "default",
                 "rope_theta": 10000.0}}, "attention sinks"),
