@@ -22,6 +22,7 @@ from gpu_worker.engine.settings import EngineSettings
 from tests.support.device_parts import load_rehearsed
 from tests.support.engine_runs import make_spec, run_to_end
 from tests.support.paged_attention import need_triton
+from tests.support.speculation import AlwaysSpeculating, Oracle
 from tests.support.tiny_models import make_tiny_llama
 
 SETTINGS = EngineSettings(num_blocks=40, block_size=8, max_running=4, token_budget=16, speculation="off")
@@ -53,6 +54,30 @@ def test_outputs_are_those_of_the_plain_runner(rehearsed):
     recorded = {key for key in graphs.replayed if key[0] == "model"}
     assert {("model", 4), ("model", 2)} <= recorded, "decodes are padded to a recorded size"
     assert {kind for kind, _ in graphs.replayed} >= {"greedy", "limited"}
+
+
+def test_proposed_tokens_are_verified_by_the_kernels_too(rehearsed):
+    """Several rows of a decode: those of a short chunk."""
+    plain, ahead, _ = rehearsed
+    prompts = {"greedy": b"hello there, you", "seeded": b"abc"}
+    specs = [
+        make_spec("greedy", prompts["greedy"], max_output_tokens=9),
+        make_spec("seeded", prompts["seeded"], max_output_tokens=7, temperature=0.9, seed=5),
+    ]
+    expected = run_to_end(make_engine(plain, SETTINGS), specs)
+
+    def next_tokens(sequence):
+        name = sequence.sequence_id
+        return expected[name].token_ids[sequence.num_tokens - len(prompts[name]) :]
+
+    speculation = AlwaysSpeculating(make_proposer=lambda: Oracle(next_tokens, seed=3))
+    engine = make_engine(dataclasses.replace(ahead, speculation=speculation), SETTINGS)
+    found = run_to_end(engine, specs, after_step=engine.check_integrity)
+    assert {name: each.token_ids for name, each in found.items()} == {
+        name: each.token_ids for name, each in expected.items()
+    }
+    load = engine.load_report()
+    assert 0 < load.num_accepted_draft_tokens < load.num_draft_tokens
 
 
 def test_sizes_end_with_the_largest_batch_and_waste_less_than_half():
