@@ -22,6 +22,7 @@ from gpu_worker.engine.loading import EngineParts, load_parts, make_engine
 from gpu_worker.engine.settings import EngineSettings
 from gpu_worker.models import transformers_model
 from gpu_worker.models.transformers_attention import Observer
+from gpu_worker.models.transformers_check import Probe
 from gpu_worker.models.transformers_linears import PackedLinear
 from gpu_worker.models.transformers_model import TransformersModel
 from gpu_worker.models.transformers_refusals import UnsupportedArchitectureError
@@ -143,6 +144,16 @@ def test_a_model_that_is_not_recognised_is_refused_by_what_it_does(name, reason,
     make_tiny_decoder(tmp_path, model_type, fields)
     with pytest.raises(UnsupportedArchitectureError, match=reason):
         load_parts(tmp_path, CHECK)
+
+
+@pytest.mark.parametrize(
+    ("window", "context_length", "lengths"),
+    [(None, 256, [41, 24]), (100, 256, [108, 24]), (4096, 256, [41, 24]), (100, 64, [64, 24]), (None, 20, [20, 20])],
+)
+def test_the_check_at_load_reaches_beyond_a_short_window(window, context_length, lengths):
+    probe = Probe.make(PretrainedConfig(vocab_size=9, sliding_window=window), context_length)
+    assert [len(sequence) for sequence in probe.sequences] == lengths
+    assert all(0 <= token_id < 9 for sequence in probe.sequences for token_id in sequence.tolist())
 
 
 @pytest.mark.parametrize(
