@@ -6,6 +6,7 @@ from gpu_worker.engine.port import CacheChanges
 from service_kit.prefix_hash import BlockHash, digest_of
 
 MAX_CHANGES_PER_REPORT = 4096
+_NO_CHANGES = CacheChanges()
 
 
 class CacheChangeLog:
@@ -35,6 +36,8 @@ class CacheChangeLog:
 
     def take(self) -> CacheChanges:
         """The oldest changes that were not taken yet."""
+        if not self._is_added_by_hash:
+            return _NO_CHANGES
         taken = list(islice(self._is_added_by_hash.items(), MAX_CHANGES_PER_REPORT))
         for block_hash, _ in taken:
             del self._is_added_by_hash[block_hash]

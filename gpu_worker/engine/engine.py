@@ -177,15 +177,17 @@ class NativeEngine:
         plan = self._scheduler.schedule()
         if plan.preempted:
             log.info("sequences_preempted", step=self._step, sequence_ids=plan.preempted)
-        concerned = (*(behind.planned if behind is not None else ()), *plan.sequences)
-        ids = dict.fromkeys(each.sequence_id for each in concerned)
-        self._note_untried([each for each in ids if each in self._live and not self._live[each].first_token])
-        outputs += self._move(plan)
-        planned = tuple(each for each in plan.sequences if each.sequence_id in self._live)
+        concerned = plan.sequences if behind is None else (*behind.planned, *plan.sequences)
+        known = ((each.sequence_id, self._live.get(each.sequence_id)) for each in concerned)
+        untried = {sequence_id: live for sequence_id, live in known if live is not None and not live.first_token}
+        self._note_untried(list(untried))
+        planned = plan.sequences
+        if failed := self._move(plan):
+            outputs += failed
+            planned = tuple(each for each in planned if each.sequence_id in self._live)
         self._largest_batch = max(self._largest_batch, len(planned))
         now = self._clock()
-        for each in planned:
-            live = self._live[each.sequence_id]
+        for live in untried.values():
             live.prefill_started = live.prefill_started or now
         return Flight(
             plan=plan, planned=planned, started=self._timer(), launch=self._runner.launch(planned, step=self._step)
@@ -198,15 +200,13 @@ class NativeEngine:
         started = max(flight.started, self._last_end) if flight.launch is not None else self._timer()
         results = self._runner.outcomes(flight, step=self._step)
         self._last_end = self._timer()
-        if len(flight.planned) == len(plan.sequences) and not any(
-            isinstance(each, SampleFailure) for each in results.values()
-        ):
+        failures = {sequence_id: result for sequence_id, result in results.items() if isinstance(result, SampleFailure)}
+        if len(flight.planned) == len(plan.sequences) and not failures:
             # Otherwise the time is not that of the plan.
             self._scheduler.observe(plan, self._last_end - started)
         outputs = [
             self._fail(self._live[sequence_id], result.reason, is_suspect=result.is_suspect)
-            for sequence_id, result in results.items()
-            if isinstance(result, SampleFailure)
+            for sequence_id, result in failures.items()
         ]
         now = self._clock()
         taken: dict[str, list[int]] = {}
@@ -232,6 +232,8 @@ class NativeEngine:
         outputs: list[SequenceOutput] = []
         num_taken = 0
         try:
+            if len(drawn) == 1:
+                return live.push(drawn[0].token_id, drawn[0].logprob), 1
             for sampled in drawn:
                 num_taken += 1
                 output = live.push(sampled.token_id, sampled.logprob)

@@ -7,6 +7,7 @@ are no frame are an error, after which the connection is of no use any more.
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from operator import attrgetter
 from typing import Any, assert_never
 
 import msgpack  # type: ignore[import-untyped]
@@ -27,6 +28,9 @@ from service_kit.sampling import FinishReason, SamplingParams
 
 MAX_FRAME_BYTES = 64 << 20
 HEADER = struct.Struct("<I")
+# Part of every step's frame. Their fields are plain values, which astuple would look for dataclasses in and copy.
+_LOAD_FIELDS = attrgetter(*LoadReport.__dataclass_fields__)
+_CHANGES_FIELDS = attrgetter(*CacheChanges.__dataclass_fields__)
 
 
 class BrokenFrameError(Exception):
@@ -101,8 +105,8 @@ def encode_frame(frame: Frame) -> bytes:
             fields = ["ready", astuple(frame.capabilities)]
         case OutputFrame():
             outputs = [_output_fields(output) for output in frame.output.outputs]
-            changes = astuple(frame.output.cache_changes)
-            fields = ["output", frame.output.step, outputs, changes, astuple(frame.load), frame.num_pauses]
+            changes = _CHANGES_FIELDS(frame.output.cache_changes)
+            fields = ["output", frame.output.step, outputs, changes, _LOAD_FIELDS(frame.load), frame.num_pauses]
         case RefusedFrame():
             fields = ["refused", frame.sequence_id, frame.reason]
         case FatalFrame():

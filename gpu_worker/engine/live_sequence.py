@@ -33,14 +33,11 @@ class LiveSequence:
         """Sequence number of the token that is drawn next, held ones counted."""
         return self.stage.num_generated + 1
 
-    def banned_behind(self, num_drafts: int) -> frozenset[int]:
-        """What must not be drawn next, or behind so many proposed tokens: the end tokens while the output is too short."""
-        return self.stage.rules.banned_at(self.next_position + num_drafts)
-
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> SequenceOutput | None:
         """What the next token causes; None when it is held back. `logprob` iff the request asked for it."""
-        emission = self.stage.push(token_id, logprob)
-        if self.is_complete:
+        stage = self.stage
+        emission = stage.push(token_id, logprob)
+        if emission.stop is not None or stage.num_generated >= self.spec.sampling.max_output_tokens:
             return self.complete(emission.delta)
         if emission.delta is None:
             return None

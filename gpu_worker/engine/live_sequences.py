@@ -29,15 +29,17 @@ class LiveSequences(dict[str, LiveSequence]):
         if len(self._finished_ids) > _MAX_FINISHED_IDS:
             self._finished_ids.popitem(last=False)
 
-    def request_behind(self, sequence_id: str, draft_token_ids: tuple[int, ...]) -> SampleRequest:
+    def request_behind(self, sequence_id: str, draft_token_ids: tuple[int, ...] = ()) -> SampleRequest:
         """How the token behind the newest one and these proposed ones is drawn."""
         live = self[sequence_id]
+        sequence, position = live.sequence, live.next_position + len(draft_token_ids)
         return SampleRequest(
             sequence_id=sequence_id,
             sampling=live.spec.sampling,
-            position=live.next_position + len(draft_token_ids),
-            token_ids=live.sequence.token_ids,
-            num_prompt_tokens=live.sequence.num_prompt_tokens,
+            position=position,
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
             draft_token_ids=draft_token_ids,
-            banned_token_ids=live.banned_behind(len(draft_token_ids)),
+            # The end tokens while the output is too short.
+            banned_token_ids=live.stage.rules.banned_at(position),
         )

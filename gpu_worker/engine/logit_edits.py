@@ -31,6 +31,8 @@ class LogitEdits:
 
     def apply(self, rows: Sequence[int], requests: Sequence[SampleRequest]) -> None:
         """Edits `rows`; `requests` are those of all rows. A row that cannot be drawn stands in `failures`."""
+        if not rows:
+            return
         edited = [row for row in rows if is_edited(requests[row].sampling)]
         self._add_biases([row for row in edited if self._has_known_biases(row, requests[row])], requests)
         self._ban([row for row in rows if requests[row].banned_token_ids], requests)

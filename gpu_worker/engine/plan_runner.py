@@ -9,7 +9,15 @@ from itertools import islice
 
 import structlog
 
-from gpu_worker.engine.execution import DeviceLostError, Executor, Launch, LaunchingExecutor, Sampled, SampleFailure
+from gpu_worker.engine.execution import (
+    DeviceLostError,
+    Executor,
+    Launch,
+    LaunchingExecutor,
+    Sampled,
+    SampleFailure,
+    SampleRequest,
+)
 from gpu_worker.engine.flight import Flight, with_known_token
 from gpu_worker.engine.live_sequences import LiveSequences
 from gpu_worker.engine.sequence import UNKNOWN_TOKEN, BlockMoves, PlannedSequence, StepPlan
@@ -74,42 +82,58 @@ class PlanRunner:
             known = [with_known_token(each, self._live[each.sequence_id].sequence) for each in planned]
             return self.run(known, step=step)
         sampled_ids = [each.sequence_id for each in flight.planned if each.is_sampled]
-        drawn = zip(sampled_ids, flight.launch.collect(), strict=True)
-        return {
-            sequence_id: result if isinstance(result, SampleFailure) else (result,)
-            for sequence_id, result in drawn
-            if sequence_id in self._live
-        }
+        outcomes = _alone(sampled_ids, flight.launch.collect())
+        return {sequence_id: result for sequence_id, result in outcomes.items() if sequence_id in self._live}
+
+    def _requests(self, sampled: Sequence[PlannedSequence]) -> list[SampleRequest]:
+        return [
+            self._live.request_behind(each.sequence_id, each.draft_token_ids[:place])
+            for each in sampled
+            for place in range(each.num_sampled_rows)
+        ]
 
     def run(self, planned: Sequence[PlannedSequence], *, step: int) -> Outcomes:
         """Computes these; in halves when that fails."""
         if not planned:
             return {}
         sampled = [each for each in planned if each.is_sampled]
-        requests = [
-            self._live.request_behind(each.sequence_id, each.draft_token_ids[:place])
-            for each in sampled
-            for place in range(each.num_sampled_rows)
-        ]
+        has_drafts = any(each.num_drafts for each in sampled)
+        requests = (
+            self._requests(sampled) if has_drafts else [self._live.request_behind(each.sequence_id) for each in sampled]
+        )
         try:
             results = self._executor.run(StepPlan(sequences=tuple(planned)), requests)
             assert len(results) == len(requests), "one outcome for each sampled row"
-            rows = iter(results)
-            return {
-                each.sequence_id: accept(each.draft_token_ids, tuple(islice(rows, each.num_sampled_rows)))
-                for each in sampled
-            }
+            return (
+                _accepted(sampled, results) if has_drafts else _alone([each.sequence_id for each in sampled], results)
+            )
         except DeviceLostError:
             raise
         except Exception as error:
             # Whatever the model raised, it must not end the sequences that did not cause it.
             log.exception("step_failed", step=step, num_sequences=len(planned))
-            if any(each.num_drafts for each in planned):
+            if has_drafts:
                 return self.run([each.without_drafts() for each in planned], step=step)
             if len(planned) == 1:
                 return {planned[0].sequence_id: SampleFailure(reason=f"the step failed: {describe(error)}")}
         half = len(planned) // 2
         return self.run(planned[:half], step=step) | self.run(planned[half:], step=step)
+
+
+def _alone(sequence_ids: Sequence[str], results: Sequence[Sampled | SampleFailure]) -> Outcomes:
+    """Of sequences with one row each."""
+    return {
+        sequence_id: result if isinstance(result, SampleFailure) else (result,)
+        for sequence_id, result in zip(sequence_ids, results, strict=True)
+    }
+
+
+def _accepted(sampled: Sequence[PlannedSequence], results: Sequence[Sampled | SampleFailure]) -> Outcomes:
+    """Of sequences with rows behind proposed tokens."""
+    rows = iter(results)
+    return {
+        each.sequence_id: accept(each.draft_token_ids, tuple(islice(rows, each.num_sampled_rows))) for each in sampled
+    }
 
 
 def describe(error: Exception) -> str:

@@ -20,6 +20,7 @@ from gpu_worker.engine.logit_edits import LogitEdits
 from gpu_worker.engine.penalties import EditsBySequence, is_edited
 from gpu_worker.engine.row_sampler import RowSampler, make_row_sampler
 
+_GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
@@ -69,15 +70,16 @@ class Sampler:
         row_sampler = self._make_rows(logits)
         failures = dict.fromkeys(row_sampler.find_not_finite(), NOT_FINITE)
         rows = [row for row in range(len(requests)) if row not in failures]
-        limits = {row: requests[row].sampling.logprobs for row in rows}
-        measured = row_sampler.measure({row: limit for row, limit in limits.items() if limit is not None})
+        limits = ((row, requests[row].sampling.logprobs) for row in rows)
+        measured = row_sampler.measure({row: limit for row, limit in limits if limit is not None})
+        changed = [row for row in rows if _is_changed(requests[row])]
         edits = LogitEdits(logits, self._edits)
         try:
-            edits.apply(rows, requests)
+            edits.apply(changed, requests)
             failures |= edits.failures
             vocab_size = logits.shape[1]
             draws = {row: draw_of(requests[row], vocab_size) for row in rows if row not in failures}
-            tokens = row_sampler.choose(draws, [row for row in draws if _is_changed(requests[row])])
+            tokens = row_sampler.choose(draws, [row for row in changed if row in draws])
         finally:
             edits.undo()
         return [
@@ -91,13 +93,14 @@ class Sampler:
 def draw_of(request: SampleRequest, vocab_size: int) -> Draw:
     """How the next token of a request is drawn."""
     sampling = request.sampling
-    is_greedy = sampling.temperature == 0
+    if sampling.temperature == 0:
+        return _GREEDY
     return Draw(
         temperature=sampling.temperature,
         top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
-        uniform=0.0 if is_greedy else uniform(sampling.seed, request.position),
+        uniform=uniform(sampling.seed, request.position),
     )
 
 

@@ -66,7 +66,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Only its newest token is missing from the KV memory."""
-        return self.num_uncomputed_tokens == 1
+        return len(self.token_ids) - self.num_computed_tokens == 1
 
     @property
     def is_full(self) -> bool:

@@ -87,11 +87,12 @@ class StepDraft:
 
 def _describe(sequence: Sequence, num_tokens: int, proposed: tuple[int, ...]) -> PlannedSequence:
     start = sequence.num_computed_tokens
+    end = start + num_tokens
     return PlannedSequence(
         sequence_id=sequence.sequence_id,
         start=start,
-        token_ids=(*sequence.token_ids[start : start + num_tokens], *proposed),
+        token_ids=(*sequence.token_ids[start:end], *proposed),
         block_table=tuple(sequence.block_table),
-        is_sampled=start + num_tokens == sequence.num_tokens,
+        is_sampled=end == len(sequence.token_ids),
         num_drafts=len(proposed),
     )

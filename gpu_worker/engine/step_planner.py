@@ -31,6 +31,7 @@ class StepPlanner:
     def __init__(self, *, batch: Batch, limits: StepLimits, cost: StepCost, drafts: Drafts | None) -> None:
         self._batch = batch
         self._pool = batch.pool
+        self._block_size = batch.pool.block_size
         self._blocks = batch.blocks
         self._limits = limits
         self._cost = cost
@@ -63,7 +64,12 @@ class StepPlanner:
                 draft.extend_decode(sequence)
 
     def _plan_prefills(self, draft: StepDraft) -> None:
-        prefilling = [other for other in self._batch.running if not other.is_decoding and not other.is_full]
+        # What decodes in this step stands in the draft already, which is the quickest to see.
+        prefilling = [
+            other
+            for other in self._batch.running
+            if other.sequence_id not in draft.chunks and not other.is_decoding and not other.is_full
+        ]
         begun: list[Sequence] = []
         for sequence in self._in_order(prefilling, draft):
             if draft.budget == 0:
@@ -160,9 +166,9 @@ class StepPlanner:
 
     def _grow(self, sequence: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Gets blocks for so many tokens, from the last in order when none are free; False when that is itself."""
-        num_missing = self._pool.num_blocks_for(num_tokens) - len(sequence.block_table)
-        if num_missing <= 0:
+        if num_tokens <= len(sequence.block_table) * self._block_size:
             return True
+        num_missing = self._pool.num_blocks_for(num_tokens) - len(sequence.block_table)
         while num_missing > self._pool.num_free:
             draft.is_short_of_blocks = True
             victim = self._batch.running[-1]

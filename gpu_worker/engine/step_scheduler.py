@@ -32,7 +32,7 @@ class StepScheduler:
     def __init__(
         self, *, pool: BlockPool, limits: StepLimits, num_host_blocks: int = 0, drafts: Drafts | None = None
     ) -> None:
-        self._pool = pool
+        self._block_size = pool.block_size
         self._drafts = drafts
         self._batch = Batch(pool=pool, num_host_blocks=num_host_blocks)
         self._sequences = self._batch.by_id
@@ -106,8 +106,8 @@ class StepScheduler:
         """The next step. Takes blocks for it and preempts as needed; empty only when there is no sequence."""
         draft = self._planner.plan()
         planned = draft.describe(self._sequences)
-        is_waited_for = any(sequence.is_full for sequence in self._batch.running)
-        assert planned or is_waited_for or not self._sequences, "a step must advance some sequence"
+        is_idle = not planned and not any(sequence.is_full for sequence in self._batch.running)
+        assert not (is_idle and self._sequences), "a step must advance some sequence"
         self._plan = StepPlan(sequences=planned, preempted=tuple(draft.preempted), moves=self._memory.take_moves())
         return self._plan
 
@@ -122,12 +122,13 @@ class StepScheduler:
             if sequence is None:
                 continue
             end = planned.context_length
-            self.num_computed_prompt_tokens += max(0, min(end, sequence.num_admitted_tokens) - planned.start)
-            sequence.num_computed_tokens = end
+            if planned.start < sequence.num_admitted_tokens:
+                self.num_computed_prompt_tokens += min(end, sequence.num_admitted_tokens) - planned.start
             if planned.is_sampled:
                 drawn = sampled[planned.sequence_id]
-                sequence.num_computed_tokens = end = end - planned.num_sampled_rows + len(drawn)
+                end += len(drawn) - planned.num_sampled_rows
                 sequence.token_ids.extend(drawn)
+            sequence.num_computed_tokens = end
             self._publish(sequence)
             if planned.num_drafts:
                 self._blocks.trim(sequence)
@@ -187,5 +188,5 @@ class StepScheduler:
         self._batch.check_integrity(self._plan)
 
     def _publish(self, sequence: Sequence) -> None:
-        if sequence.num_computed_tokens >= (sequence.num_published_blocks + 1) * self._pool.block_size:
+        if sequence.num_computed_tokens >= (sequence.num_published_blocks + 1) * self._block_size:
             self._blocks.publish(sequence)

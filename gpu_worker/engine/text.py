@@ -45,12 +45,11 @@ class TokenTable:
 
         Invalid bytes become U+FFFD as the Unicode Standard recommends (chapter 3.9, maximal subparts).
         """
-        piece = self.bytes_of(token_id)
-        if not pending and piece:
+        if not pending and 0 <= token_id < len(self._texts):
             text = self._texts[token_id]
             if text is not None:
                 return text, b""
-        data = pending + piece
+        data = pending + self.bytes_of(token_id)
         text, length = utf_8_decode(data, "replace", False)
         return text, data[length:]
 
@@ -139,7 +138,7 @@ class OutputStage:
 
     def __init__(self, table: TokenTable, rules: StopRules, *, prior_output: Sequence[int] = ()) -> None:
         self._table = table
-        self._rules = rules
+        self.rules = rules
         self._matcher = StopMatcher(rules.stop) if rules.stop else None
         self._pending = b""
         self._held: deque[_Held] = deque()
@@ -152,10 +151,6 @@ class OutputStage:
             if number > rules.min_output_tokens and self._find_stop(text) is not None:
                 # The last numbered token can contain the match that cut it: the output had ended, and says so at once.
                 break
-
-    @property
-    def rules(self) -> StopRules:
-        return self._rules
 
     @property
     def cursor(self) -> Cursor:
@@ -176,8 +171,9 @@ class OutputStage:
         """Takes the next token. After the end it changes nothing and repeats the end."""
         if self._stop is not None:
             return Emission(stop=self._stop)
-        can_end = self.num_generated >= self._rules.min_output_tokens
-        if can_end and token_id in self._rules.end_token_ids:
+        rules = self.rules
+        can_end = self.num_generated >= rules.min_output_tokens
+        if can_end and token_id in rules.end_token_ids:
             self._stop = StopMatch(matched_stop=None)
             return Emission(delta=self._number_held(self._take_held()), stop=self._stop)
         text = self._decode(token_id)
@@ -186,7 +182,7 @@ class OutputStage:
             return Emission(delta=self._number((token_id,), (text,), (logprob,)))
         start = self._num_chars
         hit = self._find_stop(text)
-        if self._rules.include_stop or not (hit or self._held or matcher.num_undecided):
+        if rules.include_stop or not (hit or self._held or matcher.num_undecided):
             kept = text if hit is None else text[: hit.end]
             return Emission(delta=self._number((token_id,), (kept,), (logprob,)), stop=self._stop)
         self._held.append(_Held(token_id, text, logprob, start))

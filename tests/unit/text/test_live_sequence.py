@@ -84,12 +84,13 @@ def test_without_log_probabilities_a_delta_has_none():
 
 def test_end_tokens_are_banned_while_the_output_is_too_short_held_and_earlier_ones_counted():
     live = live_sequence(prior=b"a", min_output_tokens=3, stop_token_ids=(9,))
-    assert live.banned_behind(0) == {9, EOS}
+    assert live.stage.rules.banned_at(live.next_position) == {9, EOS}
     push_all(live, [*b"x"])
-    assert live.banned_behind(0) == {9, EOS}
+    assert live.stage.rules.banned_at(live.next_position) == {9, EOS}
     push_all(live, [*b"x"])
-    assert live.banned_behind(0) == frozenset()
+    assert live.stage.rules.banned_at(live.next_position) == frozenset()
 
 
 def test_an_ignored_eos_is_never_banned():
-    assert live_sequence(min_output_tokens=3, ignore_eos=True).banned_behind(0) == frozenset()
+    live = live_sequence(min_output_tokens=3, ignore_eos=True)
+    assert live.stage.rules.banned_at(live.next_position) == frozenset()
