@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
+from hiredis import pack_command
 from redis import exceptions as redis_errors
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, Connection, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
@@ -36,6 +38,15 @@ class RedisSettings:
     socket_timeout: timedelta = timedelta(seconds=5)
 
 
+class _PackingConnection(Connection):
+    """Packs commands in C. A batch of tokens is a command of hundreds of arguments, and this client packs them in Python."""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        name, *rest = args
+        words = name.split() if isinstance(name, str) else [name]  # "CONFIG GET" is two
+        return [pack_command((*words, *rest))]
+
+
 def connect_redis(url: str, settings: RedisSettings | None = None) -> Redis:
     """A client for `url` (redis://, rediss:// or unix://); connects on first use, closed by `aclose()`.
 
@@ -44,6 +55,7 @@ def connect_redis(url: str, settings: RedisSettings | None = None) -> Redis:
     settings = settings or RedisSettings()
     pool = BlockingConnectionPool.from_url(
         url,
+        connection_class=_PackingConnection,  # a URL of TLS or of a socket has its own
         protocol=2,
         decode_responses=False,
         max_connections=settings.max_connections,
