@@ -309,6 +309,30 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(made, tmp_pa
         load_parts(tmp_path, CHECK)
 
 
+def test_code_that_comes_with_the_weights_is_never_run(tmp_path):
+    """A model that needs it is refused; one that transformers knows is computed by the code there."""
+    make_tiny_decoder(tmp_path, *SERVED["OPT"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "brought.Config", "AutoModelForCausalLM": "brought.Model"}
+    has_run = tmp_path / "has-run"
+    (tmp_path / "brought.py").write_text(
+        f"""from pathlib import Path
+from transformers import OPTConfig, OPTForCausalLM
+Path({str(has_run)!r}).touch()
+class Config(OPTConfig):
+    model_type = "brought"
+class Model(OPTForCausalLM):
+    config_class = Config
+"""
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_parts(tmp_path, CHECK).capabilities.details["model_code"] == "transformers"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "brought"}))
+    with pytest.raises(UnsupportedArchitectureError, match=r"'brought' cannot be served: .*custom code"):
+        load_parts(tmp_path, CHECK)
+    assert not has_run.exists()
+
+
 def test_the_context_is_no_longer_than_the_models_positions(made, tmp_path):
     make_tiny_decoder(tmp_path, "gpt2", {**SERVED["GPT-2"][1], "n_positions": 48})
     dataclasses.replace(read_manifest(tmp_path), context_length=100).write(tmp_path)
