@@ -268,6 +268,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(made, tmp_path):
     ):
         load_parts(tmp_path, CHECK)
     (tmp_path / "model.safetensors").unlink()
+    torch.save(load_file(source / "model.safetensors"), tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="safetensors"):
         load_parts(tmp_path, CHECK)
 

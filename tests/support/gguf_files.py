@@ -12,6 +12,11 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
+from gpu_worker.artifacts.checkpoints import open_checkpoint
+from gpu_worker.models.config import read_model_config
+from gpu_worker.models.llama_tensors import ignored_suffixes, tensor_shapes
+from service_kit.model_manifest import read_manifest
+from service_kit.token_bytes import read_token_bytes
 from tests.support.tiny_models import read_config
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "smollm3": "smollm3"}
@@ -172,6 +177,14 @@ def vocabulary_gguf(path: Path, directory: Path, *, pre: str) -> None:
     add_tokenizer(writer, directory, pre=pre)
     writer.inner.add_tensor("token_embd.weight", np.zeros((1, 1), np.float32))
     writer.close()
+
+
+def read_everything(path: Path) -> None:
+    """All that gateway and worker read of a model but the numbers of its tensors."""
+    read_manifest(path)
+    read_token_bytes(path)
+    config = read_model_config(path)
+    open_checkpoint(path, shapes=tensor_shapes(config), ignored_suffixes=ignored_suffixes(config))
 
 
 def _llama3_divisors(rope: Mapping[str, float], head_dim: int) -> list[float]:

@@ -2,115 +2,17 @@
 
 import math
 import struct
-import tracemalloc
-from pathlib import Path
 
 import pytest
 
-from gpu_worker.artifacts.checkpoints import open_checkpoint
 from gpu_worker.artifacts.gguf_config import config_fields
 from gpu_worker.artifacts.simulated_model import VOCAB_SIZE
 from gpu_worker.artifacts.weights import WeightsError
-from gpu_worker.models.config import read_model_config
-from gpu_worker.models.llama_tensors import ignored_suffixes, tensor_shapes
 from service_kit.gguf.errors import GgufError, UnsupportedGgufError
 from service_kit.gguf.header import read_header
 from service_kit.gguf.tokenizer import tokenizer_document
 from service_kit.model_manifest import ModelFilesError, find_model, list_manifests, read_manifest
-from service_kit.token_bytes import read_token_bytes
-from tests.support.gguf_files import write_gguf
-from tests.support.tiny_models import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    make_tiny_model(directory, "llama", vocab_size=VOCAB_SIZE + 1, num_hidden_layers=1)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def whole(model) -> bytes:
-    write_gguf(model / "whole.gguf", model)
-    return (model / "whole.gguf").read_bytes()
-
-
-def read_everything(path: Path) -> None:
-    """All that gateway and worker read of a model but the numbers of its tensors."""
-    read_manifest(path)
-    read_token_bytes(path)
-    config = read_model_config(path)
-    open_checkpoint(path, shapes=tensor_shapes(config), ignored_suffixes=ignored_suffixes(config))
-
-
-@pytest.mark.parametrize(
-    ("offset", "content", "field"),
-    [
-        pytest.param(0, b"GGML", "magic", id="another magic"),
-        pytest.param(4, struct.pack("<I", 1), "version", id="version 1"),
-        pytest.param(4, struct.pack(">I", 3), "version", id="big-endian"),
-        pytest.param(8, struct.pack("<Q", 2**60), "tensor_count", id="more tensors than any model has"),
-        pytest.param(16, struct.pack("<Q", 2**60), "kv_count", id="more keys than any model has"),
-        pytest.param(24, struct.pack("<Q", 2**60), "kv_count", id="a key without end"),
-    ],
-)
-def test_a_damaged_beginning_is_refused_and_the_field_named(offset, content, field, whole, tmp_path):
-    path = tmp_path / "damaged.gguf"
-    path.write_bytes(whole[:offset] + content + whole[offset + len(content) :])
-    with pytest.raises(GgufError) as caught:
-        read_header(path)
-    assert str(path) in str(caught.value)
-    assert caught.value.field == field
-
-
-def value(kind: int, *parts: bytes) -> bytes:
-    """A file whose only field is general.x: a value of this type."""
-    key = b"general.x"
-    return b"".join([b"GGUF", struct.pack("<IQQQ", 3, 0, 1, len(key)), key, struct.pack("<I", kind), *parts])
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        pytest.param(value(9, struct.pack("<IQ", 7, 2**36)), "68719476736 entries", id="a list of truth values"),
-        pytest.param(value(9, struct.pack("<IQ", 8, 2**32)), "4294967296 entries", id="a list of texts"),
-        pytest.param(value(8, struct.pack("<Q", 2**36)), "128 MiB", id="a text"),
-        pytest.param(value(9, struct.pack("<IQQ", 8, 2**20, 2**36)), "128 MiB", id="a text in a list"),
-        pytest.param(value(9, struct.pack("<IQ", 9, 1)), "type 9", id="a list of lists"),
-        pytest.param(value(13), "type 13", id="an unknown type"),
-        pytest.param(value(8, struct.pack("<Q", 2), b"\xff\xfe"), "not UTF-8", id="a text of other bytes"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused_without_memory_for_it(content, words, tmp_path):
-    """In files that are long enough, as far as their size is concerned: they take no space."""
-    path = tmp_path / "x.gguf"
-    with path.open("wb") as file:
-        file.write(content)
-        file.truncate(1 << 37)
-    tracemalloc.start()
-    try:
-        with pytest.raises(GgufError, match=words) as caught:
-            read_header(path)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 26
-    finally:
-        tracemalloc.stop()
-    assert caught.value.field == "general.x"
-
-
-def test_a_file_that_is_cut_anywhere_is_refused(whole, tmp_path):
-    path = tmp_path / "cut.gguf"
-    for length in [*range(0, 400, 11), *range(400, len(whole), 20011), len(whole) - 1]:
-        path.write_bytes(whole[:length])
-        with pytest.raises(GgufError, match=r"cut\.gguf"):
-            read_header(path)
-
-
-def test_a_cut_behind_the_header_names_the_tensor(whole, tmp_path):
-    path = tmp_path / "cut.gguf"
-    path.write_bytes(whole[: -len(whole) // 4])
-    with pytest.raises(GgufError, match="truncated") as caught:
-        read_manifest(path)
-    assert caught.value.field.endswith((".weight", ".bias"))
+from tests.support.gguf_files import read_everything, write_gguf
 
 
 @pytest.mark.parametrize(
@@ -198,6 +100,21 @@ def test_a_type_of_tensor_that_is_not_read_is_refused_with_those_that_are(whole,
     with pytest.raises(UnsupportedGgufError, match="type IQ4_XS; quantize the model to one of F32, F16") as caught:
         read_everything(path)
     assert caught.value.field == name.decode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "words"),
+    [
+        ({"llama.feed_forward_length": 95}, "blk.0.ffn_gate.weight", r"\(96, 64\), the metadata asks for \(95, 64\)"),
+        ({"llama.embedding_length": 2**31}, "token_embd.weight", r"the metadata asks for \(259, 2147483648\)"),
+        ({"llama.attention.head_count_kv": 4}, "blk.0.attn_k.weight", r"\(32, 64\), the metadata asks for \(64, 64\)"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_named(changes, tensor, words, model, tmp_path):
+    write_gguf(tmp_path / "x.gguf", model, changes=changes)
+    with pytest.raises(GgufError, match=words) as caught:
+        read_everything(tmp_path / "x.gguf")
+    assert caught.value.field == tensor
 
 
 def test_missing_and_unexpected_tensors_are_named(whole, tmp_path):
