@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from gpu_worker.attention.cpu_decodes import decode_arrays, divide_decodes
 from gpu_worker.attention.cpu_step import Integers, RowArrays, Work, divide_work
 from gpu_worker.attention.memory import zeros
 from gpu_worker.attention.port import AttentionShape, ScoreRule, SequenceRows
 from gpu_worker.engine.sequence import BlockMoves
+from gpu_worker.kernels.layer import AddressedStep
 from gpu_worker.kernels.library import CpuKernels
 
 _LANES = 8
@@ -102,10 +104,12 @@ class CpuAttention:
         )  # fmt: skip
 
     def begin_step(self, rows: list[SequenceRows]) -> "CpuStep":
-        arrays = RowArrays.of(rows, self.shape.block_size)
+        is_decode = all(row.num_rows == 1 for row in rows)
+        arrays = (decode_arrays if is_decode else RowArrays.of)(rows, self.shape.block_size)
+        divide = divide_decodes if is_decode else divide_work
         assert 0 <= arrays.tables.min() <= arrays.tables.max() < self.shape.num_blocks, "a block outside the memory"
         work_by_window = {
-            window: divide_work(
+            window: divide(
                 arrays,
                 window=window,
                 heads_per_kv_head=self.shape.num_heads // self.shape.num_kv_heads,
@@ -154,7 +158,7 @@ class CpuAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuStep:
+class CpuStep(AddressedStep):
     """Implements StepAttention. `kept` owns the memory that `steps`, one per layer, point to."""
 
     backend: CpuAttention
@@ -163,7 +167,6 @@ class CpuStep:
     num_rows: int
 
     def addresses(self, layer: int) -> tuple[int, int]:
-        """As AddressedStep has it."""
         return ctypes.addressof(self.steps[layer]), self.backend.layer_addresses[layer]
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

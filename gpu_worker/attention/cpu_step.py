@@ -16,7 +16,7 @@ Integers = npt.NDArray[np.int64]
 _MAX_HEAD_ROWS = 128
 """Rows times heads of a KV head that go through a tile together: more reuse of the tile, but it has to stay in cache."""
 _MAX_ROWS = 64
-_MAX_SPLIT_HEAD_ROWS = 32
+MAX_SPLIT_HEAD_ROWS = 32
 """Up to here a context is split over threads; more rows make enough pieces of work by themselves."""
 
 _ROWS, _FIRST_PARTITION, _PARTITIONS, _PARTIAL = 2, 4, 5, 6
@@ -81,7 +81,7 @@ class Work:
 
 def divide_work(rows: RowArrays, *, window: int | None, heads_per_kv_head: int, partition_keys: int) -> Work:
     """Cuts each sequence's rows into tiles of rows, and few rows with a long context into their partitions."""
-    tile_rows = _tile_rows(heads_per_kv_head)
+    tile_rows = tile_rows_for(heads_per_kv_head)
     last_positions = rows.first_positions + rows.num_rows
     first_tiles = rows.first_positions // tile_rows
     num_tiles = -(-last_positions // tile_rows) - first_tiles
@@ -103,7 +103,7 @@ def divide_work(rows: RowArrays, *, window: int | None, heads_per_kv_head: int, 
     costs = (items[:, _ROWS] * heads_per_kv_head + 4) * (ends - first_keys)
     cost = int(costs.sum())
 
-    is_split = (items[:, _PARTITIONS] > 1) & (items[:, _ROWS] * heads_per_kv_head <= _MAX_SPLIT_HEAD_ROWS)
+    is_split = (items[:, _PARTITIONS] > 1) & (items[:, _ROWS] * heads_per_kv_head <= MAX_SPLIT_HEAD_ROWS)
     merges = np.empty((0, 4), dtype=np.int64)
     if is_split.any():
         partitions = np.where(is_split, items[:, _PARTITIONS], 1)
@@ -134,7 +134,7 @@ def _split(items: Integers, is_split: npt.NDArray[np.bool_]) -> tuple[Integers, 
     return pieces, merges
 
 
-def _tile_rows(heads_per_kv_head: int) -> int:
+def tile_rows_for(heads_per_kv_head: int) -> int:
     """A power of two, so that the tiles of rows lie on the grid of the tiles of keys."""
     return min(_MAX_ROWS, 1 << max(0, (_MAX_HEAD_ROWS // heads_per_kv_head).bit_length() - 1))
 

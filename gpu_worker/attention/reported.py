@@ -29,8 +29,8 @@ class _Reported:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ReportedAddresses(_Reported):
-    """Implements AddressedStep too."""
+class _ReportedAddresses(_Reported, AddressedStep):
+    """Is an AddressedStep too."""
 
     addressed: AddressedStep
 

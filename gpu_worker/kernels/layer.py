@@ -5,20 +5,25 @@ the layer is made of otherwise, so that the bits are the same.
 """
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from gpu_worker.kernels.product import PackedWeight, ProductKernels
 
 
-@runtime_checkable
-class AddressedStep(Protocol):
-    """The attention of a step whose kernel can be called from the library itself."""
+class AddressedStep(ABC):
+    """The attention of a step whose kernel can be called from the library itself.
 
+    A class to inherit from, because each step asks whether its attention is one, and of a Protocol that takes long.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
     def addresses(self, layer: int) -> tuple[int, int]:
         """Of what the kernel is told about the step, and of the layer's KV memory; asked for right before it is used."""
 
