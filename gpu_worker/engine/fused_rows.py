@@ -21,7 +21,7 @@ class FusedRows:
 
     def __init__(self, kernels: CpuKernels, logits: torch.Tensor) -> None:
         self._kernels = SamplingKernels(kernels, logits)
-        self._rows = logits.numpy()
+        self._logits = logits
         self._best = self._kernels.find_best()
 
     def find_not_finite(self) -> list[int]:
@@ -30,13 +30,14 @@ class FusedRows:
     def measure(self, limits: Mapping[int, int]) -> dict[int, RowLogprobs]:
         if not limits:
             return {}
-        counts = [min(limit, self._rows.shape[1]) for limit in limits.values()]
+        rows = self._logits.numpy()
+        counts = [min(limit, rows.shape[1]) for limit in limits.values()]
         measures = self._kernels.measure(list(limits), counts)
         logprobs = (measures.logits - measures.log_totals[:, None]).astype(np.float32).tolist()
         log_totals, token_ids = measures.log_totals.tolist(), measures.token_ids.tolist()
         return {
             row: RowLogprobs(
-                logits=self._rows[row],
+                logits=rows[row],
                 log_total=log_totals[place],
                 top=rank(token_ids[place][:count], logprobs[place][:count]),
             )

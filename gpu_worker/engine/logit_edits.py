@@ -23,11 +23,15 @@ class LogitEdits:
 
     def __init__(self, logits: torch.Tensor, edits: EditsBySequence) -> None:
         assert logits.is_contiguous()
-        self._flat = logits.view(-1)
+        self._logits = logits
         self._vocab_size = logits.shape[1]
         self._edits = edits
         self._undo: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.failures: dict[int, str] = {}
+
+    @property
+    def _flat(self) -> torch.Tensor:
+        return self._logits.view(-1)
 
     def apply(self, rows: Sequence[int], requests: Sequence[SampleRequest]) -> None:
         """Edits `rows`; `requests` are those of all rows. A row that cannot be drawn stands in `failures`."""

@@ -33,7 +33,8 @@ class ModelRunner:
             self._attention.move(moves)
 
     def run(self, plan: StepPlan, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
-        return self._sampler.sample(self.logits(plan), requests)
+        with torch.inference_mode():
+            return self._sampler.sample(self.logits(plan), requests)
 
     def forget(self, sequence_id: str) -> None:
         self._sampler.forget(sequence_id)
@@ -50,8 +51,9 @@ class ModelRunner:
                 for planned, packed in zip(plan.sequences, rows, strict=True)
                 for row in range(packed.end_row - planned.num_sampled_rows, packed.end_row)
             ]
-            # A step that only fills caches has no rows here, and no product over the vocabulary.
-            return self._model.logits(self._forward(plan, rows, self._to_device(sampled_rows)))
+            # A step that only fills caches has no rows here, and no product over the vocabulary; one that only decodes has all.
+            are_all = len(sampled_rows) == rows[-1].end_row
+            return self._model.logits(self._forward(plan, rows, None if are_all else self._to_device(sampled_rows)))
 
     def log_probabilities(self, plan: StepPlan, next_ids: Sequence[int]) -> torch.Tensor:
         """Of each row's next token, fp32 [T]; a piece of the rows at a time. Writes KV as `logits` does."""

@@ -57,11 +57,11 @@ class Sampler:
         """Drops what is remembered of a sequence; it is made anew from the next request. Unknown ids are ignored."""
         self._edits.forget(sequence_id)
 
-    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, requests: Sequence[SampleRequest]) -> list[Sampled | SampleFailure]:
         """One outcome per row of `logits` [R, vocab_size] (fp32), in order.
 
-        Rows do not influence each other. `logits` is written to on the way and is as it was in the end.
+        Rows do not influence each other. `logits` is written to on the way and is as it was in the end; a tensor of inference
+        mode therefore needs the mode here too.
         """
         assert len(logits) == len(requests), "one request per row"
         if not requests:
