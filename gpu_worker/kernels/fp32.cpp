@@ -22,7 +22,8 @@ namespace {
 
 constexpr int64_t kInputsAtOnce = 16 * kChain;  // of the panels of a tile, which then stay in the second cache
 constexpr int64_t kRowsAtOnce = 168;            // that stay there, or near it, while the weights pass by
-constexpr int kMaxPanels = 8;
+constexpr int kMaxPanels = 4;  // more would be more streams of memory than go well beside each other
+constexpr int64_t kLineBytes = 64;
 
 // Tiles whose sums, weights and one number of a row fit the registers; with one row, weights need none.
 constexpr bool fits_avx2(int rows, int panels) { return rows == 1 ? panels <= 4 : (rows + 1) * 2 * panels < 16; }
@@ -66,16 +67,6 @@ constexpr std::array<PanelTiles, sizeof...(R)> all_avx512(std::index_sequence<R.
 constexpr auto kAvx2 = all_avx2(std::make_index_sequence<6>());
 constexpr auto kAvx512 = all_avx512(std::make_index_sequence<14>());
 
-struct Tiles {
-  const PanelTiles* by_rows;
-  int64_t max_rows;
-};
-
-Tiles choose_tiles() {
-  if (uses_avx512()) return {kAvx512.data(), static_cast<int64_t>(kAvx512.size())};
-  return {kAvx2.data(), static_cast<int64_t>(kAvx2.size())};
-}
-
 int64_t parts_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
 
 struct Range {
@@ -92,16 +83,40 @@ struct Product {
   float* out;
 };
 
-// Rows times a group of panels. The weights of a block come from memory once and stay for all tiles of the rows.
-void multiply_group(const Product& product, const Tiles& tiles, int64_t num_tiles, Range rows, Range panels) {
+// How a product is cut: chunks of rows times groups of panels are tasks, and a task is num_tiles tiles for each block of inputs.
+struct Cut {
+  const PanelTiles* by_rows;
+  int64_t chunks, num_tiles, panels, groups;
+};
+
+Cut cut_up(const Product& product, int64_t threads) {
+  const bool is_wide = uses_avx512();
+  const PanelTiles* by_rows = is_wide ? kAvx512.data() : kAvx2.data();
+  const int64_t max_rows = is_wide ? kAvx512.size() : kAvx2.size();
+  const int64_t chunks = parts_of(product.num_rows, kRowsAtOnce), largest = parts_of(product.num_rows, chunks);
+  const int64_t num_tiles = parts_of(largest, max_rows), panels = parts_of(product.weight.outputs, kColumns);
+  const PanelTiles& tallest = by_rows[parts_of(largest, num_tiles) - 1];
+  int64_t at_most = kMaxPanels;
+  while (!tallest[at_most - 1]) --at_most;
+  const int64_t even = parts_of(parts_of(panels, at_most), threads) * threads;  // as many groups for each thread
+  return {by_rows, chunks, num_tiles, panels, even < panels ? even : panels};
+}
+
+// While a task's weights, which stay for all its tiles, are multiplied with, its tiles fetch those of the next task: memory has
+// to give them at one even pace.
+void multiply_task(const Product& product, const Cut& cut, int64_t task, bool is_last) {
   const SluiceFp32& weight = product.weight;
-  const int64_t column = panels.begin * kColumns;
+  const Range rows = part_of(product.num_rows, cut.chunks, task / cut.groups);
+  const Range panels = part_of(cut.panels, cut.groups, task % cut.groups);
+  const Range next = is_last ? panels : part_of(cut.panels, cut.groups, (task + 1) % cut.groups);
+  const int64_t column = panels.begin * kColumns, next_step = is_last ? 0 : kLineBytes / cut.num_tiles;
   for (int64_t first = 0; first < weight.inputs; first += kInputsAtOnce) {
     const int64_t count = weight.inputs - first < kInputsAtOnce ? weight.inputs - first : kInputsAtOnce;
-    for (int64_t index = 0; index < num_tiles; ++index) {
-      const Range part = part_of(rows.size(), num_tiles, index);
+    const char* fetched = reinterpret_cast<const char*>(weight.weights + (next.begin * weight.inputs + first) * kColumns);
+    for (int64_t index = 0; index < cut.num_tiles; ++index) {
+      const Range part = part_of(rows.size(), cut.num_tiles, index);
       const int64_t row = rows.begin + part.begin;
-      tiles.by_rows[part.size() - 1][panels.size() - 1]({
+      cut.by_rows[part.size() - 1][panels.size() - 1]({
           product.rows + row * product.stride + first,
           product.stride,
           weight.weights + (panels.begin * weight.inputs + first) * kColumns,
@@ -112,27 +127,20 @@ void multiply_group(const Product& product, const Tiles& tiles, int64_t num_tile
           weight.outputs - column,
           weight.bias && first + count == weight.inputs ? weight.bias + column : nullptr,
           first == 0,
+          fetched + index * count * next_step,
+          next_step,
       });
     }
   }
 }
 
 // Within a region of threads.
-void multiply_all(const Product& product, const Tiles& tiles) {
+void multiply_all(const Product& product) {
   if (product.num_rows == 0) return;
-  const int64_t chunks = parts_of(product.num_rows, kRowsAtOnce), largest = parts_of(product.num_rows, chunks);
-  const int64_t num_tiles = parts_of(largest, tiles.max_rows);
-  const PanelTiles& tallest = tiles.by_rows[parts_of(largest, num_tiles) - 1];
-  int64_t at_most = kMaxPanels;
-  while (!tallest[at_most - 1]) --at_most;
-  const int64_t panels = parts_of(product.weight.outputs, kColumns), threads = omp_get_num_threads();
-  // As many for each thread.
-  const int64_t even = parts_of(parts_of(panels, at_most), threads) * threads, groups = even < panels ? even : panels;
-#pragma omp for schedule(static) nowait
-  for (int64_t task = 0; task < chunks * groups; ++task) {
-    const Range rows = part_of(product.num_rows, chunks, task / groups);
-    multiply_group(product, tiles, num_tiles, rows, part_of(panels, groups, task % groups));
-  }
+  const int64_t threads = omp_get_num_threads();
+  const Cut cut = cut_up(product, threads);
+  const Range mine = part_of(cut.chunks * cut.groups, threads, omp_get_thread_num());
+  for (int64_t task = mine.begin; task < mine.end; ++task) multiply_task(product, cut, task, task + 1 == mine.end);
 }
 
 // Of prepared rows: whole lines, and one more, lest the rows of a tile compete for the same places of a cache.
@@ -149,12 +157,11 @@ void prepare_and_multiply(const SluiceFp32& weight, int64_t num_rows, char* work
   float* rows = reinterpret_cast<float*>(workspace);
   const int64_t size = row_size(weight.inputs);
   const Product product = {rows, size, num_rows, weight, out};
-  const Tiles tiles = choose_tiles();
 #pragma omp parallel num_threads(static_cast<int>(threads)) if (threads > 1 && is_worth_threads(weight, num_rows))
   {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < num_rows; ++row) prepare(row, rows + row * size);
-    multiply_all(product, tiles);
+    multiply_all(product);
   }
 }
 
@@ -169,9 +176,8 @@ SLUICE_EXPORT int64_t sluice_fp32_workspace_size(const SluiceFp32* weight, int64
 SLUICE_EXPORT void sluice_fp32_rows(const SluiceFp32* weight, const float* rows, int64_t stride, int64_t num_rows, char*,
                                     float* out, int64_t threads) {
   const Product product = {rows, stride, num_rows, *weight, out};
-  const Tiles tiles = choose_tiles();
 #pragma omp parallel num_threads(static_cast<int>(threads)) if (threads > 1 && is_worth_threads(*weight, num_rows))
-  multiply_all(product, tiles);
+  multiply_all(product);
 }
 
 // hidden [num_rows, inputs] += delta, if there is one; out = its normalised rows x weight.

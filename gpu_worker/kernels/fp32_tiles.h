@@ -24,14 +24,17 @@ struct ProductTile {
   int64_t columns;    // of out, from the tile's first one on
   const float* bias;  // of all the tile's columns, or none; added behind the last input
   bool is_first;      // else the sums of the inputs before are in out
+  const char* next;   // in the first of as many panels, this tile's share of what is fetched for the tiles to come
+  int64_t next_step;  // bytes of it for each input
 };
 
 using Multiply = void (*)(const ProductTile&);
 
 // Lines of a panel between the one in use and the one that is fetched. Few panels pass more quickly.
-constexpr int64_t lines_ahead(int panels) { return panels < 4 ? 64 / panels : 16; }
+constexpr int64_t lines_ahead(int panels) { return 64 / panels; }
 
 inline void fetch(const float* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
+inline void fetch_to_second_cache(const char* at) { _mm_prefetch(at, _MM_HINT_T1); }
 
 // All lines of out that a tile stores to, which lie far from each other, before it computes.
 template <int R, int P>
@@ -61,6 +64,8 @@ void multiply_avx2(const ProductTile& tile) {
                                    : load(tile.out + r * tile.out_stride + v * kLanes, tile.columns - v * kLanes);
   const float* rows = tile.rows;
   const float* weights = tile.weights;
+  const char* next = tile.next;
+  const int64_t panel_bytes = tile.panel_size * static_cast<int64_t>(sizeof(float));
   for (int64_t i = 0; i < tile.inputs;) {
     Vector sums[R][kVectors];
 #pragma GCC unroll 32
@@ -68,13 +73,16 @@ void multiply_avx2(const ProductTile& tile) {
 #pragma GCC unroll 32
       for (int v = 0; v < kVectors; ++v) sums[r][v] = _mm256_setzero_ps();
     }
-    for (const int64_t end = end_of_chain(i, tile.inputs); i < end; ++i, ++rows, weights += kColumns) {
+    for (const int64_t end = end_of_chain(i, tile.inputs); i < end; ++i, ++rows, weights += kColumns, next += tile.next_step) {
       Vector weight[kVectors];
 #pragma GCC unroll 32
       for (int v = 0; v < kVectors; ++v) {
         const float* at = weights + v / 2 * tile.panel_size + v % 2 * kLanes;
         weight[v] = _mm256_load_ps(at);
-        if (v % 2 == 0) fetch(at + lines_ahead(P) * kColumns);
+        if (v % 2 == 0) {
+          fetch(at + lines_ahead(P) * kColumns);
+          fetch_to_second_cache(next + v / 2 * panel_bytes);
+        }
       }
 #pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
@@ -113,6 +121,8 @@ SLUICE_AVX512 void multiply_avx512(const ProductTile& tile) {
   }
   const float* rows = tile.rows;
   const float* weights = tile.weights;
+  const char* next = tile.next;
+  const int64_t panel_bytes = tile.panel_size * static_cast<int64_t>(sizeof(float));
   for (int64_t i = 0; i < tile.inputs;) {
     __m512 sums[R][P];
 #pragma GCC unroll 32
@@ -120,12 +130,13 @@ SLUICE_AVX512 void multiply_avx512(const ProductTile& tile) {
 #pragma GCC unroll 32
       for (int p = 0; p < P; ++p) sums[r][p] = _mm512_setzero_ps();
     }
-    for (const int64_t end = end_of_chain(i, tile.inputs); i < end; ++i, ++rows, weights += kColumns) {
+    for (const int64_t end = end_of_chain(i, tile.inputs); i < end; ++i, ++rows, weights += kColumns, next += tile.next_step) {
       __m512 weight[P];
 #pragma GCC unroll 32
       for (int p = 0; p < P; ++p) {
         weight[p] = _mm512_load_ps(weights + p * tile.panel_size);
         fetch(weights + p * tile.panel_size + lines_ahead(P) * kColumns);
+        fetch_to_second_cache(next + p * panel_bytes);
       }
 #pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
