@@ -79,6 +79,13 @@ def test_every_architecture_and_rope_type_gives_the_logits_of_transformers(name,
     assert_computes_what_the_directory_does(*make(tmp_path, model_type, **fields))
 
 
+@pytest.mark.parametrize("alignment", [4, 128])
+def test_numbers_are_found_where_the_alignment_of_the_file_puts_them(alignment, tmp_path):
+    make_tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB_SIZE + 1)
+    write_gguf(tmp_path / "tiny.gguf", tmp_path / "model", changes={"general.alignment": alignment})
+    assert_computes_what_the_directory_does(tmp_path / "tiny.gguf", tmp_path / "model")
+
+
 def test_a_split_model_is_read_from_all_its_parts(tmp_path):
     make_tiny_model(tmp_path / "model", "llama", vocab_size=VOCAB_SIZE + 1)
     write_gguf(tmp_path / "tiny.gguf", tmp_path / "model", split_max_tensors=8)

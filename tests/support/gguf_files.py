@@ -87,6 +87,7 @@ class _Writer:
         self.architecture = architecture
         self.model_arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         self._changes = changes
+        self.inner.data_alignment = changes.get("general.alignment", self.inner.data_alignment)
 
     def add(self, key: str, value: Any) -> None:
         """A key, with the architecture's name before it if it begins with a dot."""

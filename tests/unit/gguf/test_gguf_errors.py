@@ -13,6 +13,7 @@ from service_kit.gguf.header import read_header
 from service_kit.gguf.tokenizer import tokenizer_document
 from service_kit.model_manifest import ModelFilesError, find_model, list_manifests, read_manifest
 from tests.support.gguf_files import read_everything, write_gguf
+from tests.support.tiny_models import make_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,22 @@ def test_a_wrong_value_is_refused_and_the_key_named(key, value, words, model, tm
     assert caught.value.field == key
 
 
+def test_more_tokens_than_rows_are_refused(model, tmp_path):
+    tokens = [str(number) for number in range(VOCAB_SIZE + 2)]
+    write_gguf(tmp_path / "x.gguf", model, changes={"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": None})
+    with pytest.raises(GgufError, match=r"\(259, 64\), which is not a row for each of 260 tokens") as caught:
+        read_everything(tmp_path / "x.gguf")
+    assert caught.value.field == "token_embd.weight"
+
+
+def test_a_window_of_an_architecture_without_one_is_refused(tmp_path):
+    make_tiny_model(tmp_path, "qwen2", vocab_size=VOCAB_SIZE + 1, num_hidden_layers=1)
+    write_gguf(tmp_path / "x.gguf", tmp_path, changes={"qwen2.attention.sliding_window": 7})
+    with pytest.raises(UnsupportedGgufError, match="7 is not computed here") as caught:
+        read_everything(tmp_path / "x.gguf")
+    assert caught.value.field == "qwen2.attention.sliding_window"
+
+
 def test_scores_that_are_no_numbers_are_refused(model, tmp_path):
     """They would be sorted in any order, which is that of the merges."""
     scores = [0.0] * VOCAB_SIZE + [math.nan]
@@ -136,10 +153,19 @@ def test_parts_of_a_split_model_that_are_absent_or_of_another_one_are_refused(mo
     assert find_model(tmp_path, "s") == first
     with pytest.raises(GgufError, match=r"split\.count|missing"):
         read_header(second)
+    original = second.read_bytes()
     second.write_bytes(third.read_bytes())
     with pytest.raises(GgufError, match="not part 2 of 3") as caught:
         read_header(first)
     assert caught.value.field == "split.no"
+    second.write_bytes(original)
+    content = first.read_bytes()
+    at = content.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+    first.write_bytes(content[:at] + struct.pack("<i", 99) + content[at + 4 :])
+    with pytest.raises(GgufError, match="99, but the parts have 12 tensors") as caught:
+        read_header(first)
+    assert caught.value.field == "split.tensors.count"
+    first.write_bytes(content)
     third.unlink()
     with pytest.raises(ModelFilesError, match=third.name):
         read_everything(first)
