@@ -18,6 +18,9 @@ from gpu_worker.speculation.row_seconds import measure_rows
 from gpu_worker.speculation.settings import SpeculationSettings
 from gpu_worker.speculation.speculator import Speculator
 
+LoadedDraft = tuple[Executor, Capabilities, TokenTable]
+LoadDraft = Callable[[], LoadedDraft]
+
 log = structlog.get_logger()
 
 
@@ -60,7 +63,7 @@ def load_speculation(
     executor: Executor,
     capabilities: Capabilities,
     table: TokenTable,
-    load_draft: Callable[[], tuple[Executor, Capabilities, TokenTable]],
+    load_draft: LoadDraft,
 ) -> SpeculationParts | None:
     """None when nothing is to be proposed. Raises EngineStartError, and what `load_draft` raises.
 
@@ -72,10 +75,18 @@ def load_speculation(
         mode = "draft" if settings.draft_model else "ngram" if capabilities.is_batch_invariant else "off"
     if mode == "off":
         return None
-    draft = _check_draft(*load_draft(), capabilities=capabilities, table=table) if mode == "draft" else None
+    draft = _check_draft(*_loaded(load_draft), capabilities=capabilities, table=table) if mode == "draft" else None
     row_seconds = _measure(executor, capabilities)
     log.info("speculation", mode=mode, row_ms={rows: round(1000 * seconds, 2) for rows, seconds in row_seconds})
     return SpeculationParts(max_draft_tokens=settings.max_draft_tokens, row_seconds=row_seconds, draft=draft)
+
+
+def _loaded(load_draft: LoadDraft) -> LoadedDraft:
+    """What cannot be had is told of the draft model and not of the target."""
+    try:
+        return load_draft()
+    except EngineStartError as error:
+        raise EngineStartError(f"draft_model: {error}") from error
 
 
 def _check_draft(

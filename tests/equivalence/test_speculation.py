@@ -4,6 +4,7 @@ Schedules as in the test of batch invariance (batches, chunks, shared prefixes, 
 neighbours), with tokens proposed for some sequences in some steps: right ones, wrong ones, by a model and by looking up.
 """
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,8 +16,10 @@ from gpu_worker.engine.block_pool import BlockPool
 from gpu_worker.engine.loading import EngineParts, load_parts
 from gpu_worker.engine.settings import EngineSettings, EngineStartError
 from gpu_worker.speculation.draft_model import DraftModelProposer
+from gpu_worker.speculation.loading import load_speculation
 from gpu_worker.speculation.ngram import NgramProposer
 from gpu_worker.speculation.row_cost import RowCost
+from gpu_worker.speculation.settings import SpeculationSettings
 from service_kit.sampling import FinishReason
 from tests.equivalence.test_batch_invariance import INT8, NUM_OUTPUT, PROMPTS, Model, Seen, differences, load_model
 from tests.support.engine_runs import Result, make_spec, run_to_end
@@ -184,8 +187,45 @@ def test_a_draft_model_of_the_engine_is_used(tmp_path):
     assert load.num_accepted_draft_tokens == load.num_draft_tokens > 20
 
 
+def test_a_draft_model_without_memory_is_refused_by_its_setting(tmp_path):
+    make_tiny_llama(tmp_path / "model", context_length=64)
+    settings = EngineSettings(threads=1, num_blocks=8, draft_model=str(tmp_path / "model"), draft_memory_share=1e-12)
+    with pytest.raises(EngineStartError, match="draft_model: one sequence of 64 tokens needs 4 KV blocks"):
+        load_parts(tmp_path / "model", settings)
+
+
 def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path):
     make_tiny_llama(tmp_path / "model", context_length=64)
     make_tiny_llama(tmp_path / "draft", context_length=64, vocab_size=300)
+    settings = EngineSettings(threads=1, num_blocks=8, draft_model=str(tmp_path / "draft"))
     with pytest.raises(EngineStartError, match="draft_model: tiny-llama has a vocabulary of 300"):
-        load_parts(tmp_path / "model", EngineSettings(threads=1, num_blocks=8, draft_model=str(tmp_path / "draft")))
+        load_parts(tmp_path / "model", settings)
+
+
+def test_a_draft_model_with_a_token_that_is_another_one_is_refused(tmp_path):
+    for name in ("model", "draft"):
+        make_tiny_llama(tmp_path / name, context_length=64)
+    path = tmp_path / "draft" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["x"], vocabulary["y"] = vocabulary["y"], vocabulary["x"]
+    path.write_text(json.dumps(document))
+    settings = EngineSettings(threads=1, num_blocks=8, draft_model=str(tmp_path / "draft"))
+    with pytest.raises(EngineStartError, match=f"draft_model: token {ord('x')} of tiny-llama is another one"):
+        load_parts(tmp_path / "model", settings)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_batch_invariant", "speculates"),
+    [("auto", True, True), ("auto", False, False), ("ngram", False, True), ("off", True, False)],
+)
+def test_speculation_has_to_be_asked_for_where_logits_depend_on_the_batch(mode, is_batch_invariant, speculates):
+    parts = load_draft(0)
+    speculation = load_speculation(
+        SpeculationSettings(mode=mode),
+        executor=parts.runner,
+        capabilities=replace(parts.capabilities, is_batch_invariant=is_batch_invariant),
+        table=parts.table,
+        load_draft=lambda: pytest.fail("there is none"),
+    )
+    assert (speculation is not None) == speculates
