@@ -1,6 +1,7 @@
 """Connections to Postgres: bounded waits, few retries, and one error for "cannot be reached"."""
 
 import asyncio
+import select
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -162,9 +163,18 @@ class Database:
             timeout=settings.acquire_timeout.total_seconds(),
             # A short give-up: afterwards the next caller makes the pool try again at once, without a grown back-off.
             reconnect_timeout=settings.connect_timeout.total_seconds(),
-            check=AsyncConnectionPool.check_connection,
+            check=_check,
             open=False,
         )
+
+
+async def _check(connection: Connection) -> None:
+    """A server that went away has closed the socket, and so left something to read: only then it is asked whether it lives.
+    Asking always would be a round trip more for every call."""
+    waiting = select.poll()
+    waiting.register(connection.fileno(), select.POLLIN)
+    if waiting.poll(0):
+        await AsyncConnectionPool.check_connection(connection)
 
 
 async def _retried(pool: AsyncConnectionPool[Connection], work: Callable[[Connection], Awaitable[Result]]) -> Result:

@@ -60,6 +60,22 @@ async def _first_answer(store: PostgresStore, generation_id):
     return None
 
 
+async def test_a_connection_that_the_server_has_closed_is_replaced_and_no_call_fails(
+    emptied_postgres_store: PostgresStore, store_admin: str
+) -> None:
+    store = PostgresStore(store_admin, settings=PoolSettings(acquire_timeout=timedelta(seconds=10)))
+    await store.open()
+    record = await submitted(store)
+    async with await psycopg.AsyncConnection.connect(store_admin, autocommit=True) as admin:
+        ended = await admin.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
+            " WHERE datname = current_database() AND application_name = 'sluice'"
+        )
+        assert [is_gone for (is_gone,) in await ended.fetchall()].count(True) >= 1
+    assert await store.get_many([record.generation_id]) == [record]
+    await store.close()
+
+
 async def test_a_lock_that_is_held_too_long_is_unavailable_and_nothing_was_written(
     emptied_postgres_store: PostgresStore, store_admin: str
 ) -> None:
