@@ -198,17 +198,17 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
     elif kind not in ("none", "linear"):
         raise keys.header.unsupported(f"{keys.prefix}rope.scaling.type", f"{kind!r} is not computed")
     if ROPE_DIVISORS in keys.header.tensors:
-        divisors = keys.header.floats_of(ROPE_DIVISORS)
-        if (
-            scaling is not None
-            or len(divisors) != head_dim // 2
-            or not all(0 < each < float("inf") for each in divisors)
-        ):
-            raise keys.header.unsupported(
-                ROPE_DIVISORS, f"not {head_dim // 2} positive numbers and the only stretching"
-            )
-        scaling = {"rope_type": "divided", "divisors": list(divisors)}
+        if scaling is not None:
+            raise keys.header.unsupported(ROPE_DIVISORS, f"beside {kind} scaling; only one of them is computed")
+        scaling = {"rope_type": "divided", "divisors": _divisors(keys.header, head_dim // 2)}
     return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _divisors(header: GgufHeader, count: int) -> list[float]:
+    found = header.floats_of(ROPE_DIVISORS) if header.tensors[ROPE_DIVISORS].shape == (count,) else ()
+    if not found or not all(0 < each < float("inf") for each in found):
+        raise header.unsupported(ROPE_DIVISORS, f"not {count} positive numbers")
+    return list(found)
 
 
 def _yarn(keys: _Keys, factor: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from service_kit.gguf.header import read_header
 from service_kit.gguf.tokenizer import tokenizer_document
 from service_kit.model_manifest import ModelFilesError, find_model, list_manifests, read_manifest
 from tests.support.gguf_files import read_everything, write_gguf
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import LLAMA3_ROPE, make_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,21 @@ def test_a_window_of_an_architecture_without_one_is_refused(tmp_path):
     with pytest.raises(UnsupportedGgufError, match="7 is not computed here") as caught:
         read_everything(tmp_path / "x.gguf")
     assert caught.value.field == "qwen2.attention.sliding_window"
+
+
+def test_divisors_of_a_rotation_that_cannot_be_are_refused(tmp_path):
+    make_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE + 1, num_hidden_layers=1, rope_parameters=LLAMA3_ROPE)
+    path = tmp_path / "x.gguf"
+    write_gguf(path, tmp_path, changes={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0})
+    with pytest.raises(UnsupportedGgufError, match="beside linear scaling") as caught:
+        read_everything(path)
+    assert caught.value.field == "rope_freqs.weight"
+    write_gguf(path, tmp_path)
+    content, offset = path.read_bytes(), read_header(path).tensors["rope_freqs.weight"].offset
+    for number in (0.0, -1.0, math.inf, math.nan):
+        path.write_bytes(content[:offset] + struct.pack("<f", number) + content[offset + 4 :])
+        with pytest.raises(UnsupportedGgufError, match="not 8 positive numbers"):
+            read_everything(path)
 
 
 def test_scores_that_are_no_numbers_are_refused(model, tmp_path):
