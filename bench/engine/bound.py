@@ -4,21 +4,25 @@ Every product of the step by the fastest one that is at hand, and the keys and v
 memory. Measured with real weights, layer by layer, so that a product finds its weights where a step finds them.
 """
 
+import contextlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
-from torch.nn.functional import linear as torch_linear
 
 from bench.engine.workload import make_parser, serve
 from gpu_worker.engine.host_resources import available_threads
 from gpu_worker.layers.linear.factory import LinearFactory
+from gpu_worker.layers.linear.onednn import OneDnnLinear, OneDnnUnavailableError, find_operators
+from gpu_worker.layers.linear.plain import PlainLinear
+from gpu_worker.layers.linear.port import Linear
 from gpu_worker.models.config import ModelConfig, read_model_config
 from gpu_worker.models.llama import LlamaModel
 from service_kit.model_manifest import read_manifest
@@ -27,12 +31,16 @@ _REPEATS = 9
 _STREAM_BYTES = 512 << 20
 
 
-class _Both:
-    """A product by the linear that the engine uses, and by torch's own on the fp32 numbers."""
+class _Ways:
+    """A product by the linear that the engine uses, and by others that are at hand for fp32 numbers."""
 
     def __init__(self, factory: LinearFactory, weight: torch.Tensor, scale: torch.Tensor | None) -> None:
-        self.packed = factory(weight, None, scale)
-        self.plain = weight.clone() if scale is None else None
+        own = factory(weight, None, scale)
+        self.linears: dict[str, Linear] = {own.name: own}
+        if scale is None:
+            self.linears["plain"] = PlainLinear(weight.clone(), None)
+            with contextlib.suppress(OneDnnUnavailableError):
+                self.linears["onednn"] = OneDnnLinear(find_operators(torch.ops.mkldnn), weight, None)
         self.num_inputs = weight.shape[1]
 
 
@@ -40,35 +48,26 @@ class Products:
     """All products of a step of one model."""
 
     def __init__(self, directory: Path, config: ModelConfig, num_rows: int) -> None:
-        self._made: list[_Both] = []
+        self._made: list[_Ways] = []
         factory = LinearFactory()
 
-        def collect(weight: torch.Tensor, _bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> _Both:
-            self._made.append(_Both(factory, weight, scale))
+        def collect(weight: torch.Tensor, _bias: torch.Tensor | None, scale: torch.Tensor | None = None) -> _Ways:
+            self._made.append(_Ways(factory, weight, scale))
             return self._made[-1]
 
         make_linear: Any = collect
         device = torch.device("cpu")
         LlamaModel.load(directory, config, device=device, dtype=torch.float32, make_linear=make_linear)
-        self._rows = {both.num_inputs: torch.randn(num_rows, both.num_inputs) for both in self._made}
+        self._rows = {ways.num_inputs: torch.randn(num_rows, ways.num_inputs) for ways in self._made}
 
     def ms(self) -> dict[str, float]:
         """By each way that is at hand."""
-        first = self._made[0]
-        ways: dict[str, Callable[[], None]] = {first.packed.name: self._packed}
-        if first.plain is not None:
-            ways["torch"] = self._plain
         with torch.inference_mode():
-            return {name: median_ms(way) for name, way in ways.items()}
+            return {name: median_ms(partial(self._multiply, name)) for name in self._made[0].linears}
 
-    def _packed(self) -> None:
-        for both in self._made:
-            both.packed(self._rows[both.num_inputs])
-
-    def _plain(self) -> None:
-        for both in self._made:
-            assert both.plain is not None
-            torch_linear(self._rows[both.num_inputs], both.plain)
+    def _multiply(self, name: str) -> None:
+        for ways in self._made:
+            ways.linears[name](self._rows[ways.num_inputs])
 
 
 def read_gb_per_s() -> float:
