@@ -30,6 +30,7 @@ from gpu_worker.models.transformers_refusals import (
     UnsupportedArchitectureError,
     refuse_class,
     refuse_config,
+    refuse_quantization,
     refuse_windows,
 )
 
@@ -130,6 +131,7 @@ def check_served(directory: Path) -> Any:
     refuse_config(config)
     with _refusing(config.model_type), torch.device("meta"):
         refuse_class(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    refuse_quantization(config)
     return config
 
 

@@ -32,8 +32,6 @@ def refuse_config(config: Any) -> None:
     model_type, text = config.model_type, config.get_text_config()
     if config.is_encoder_decoder:
         raise UnsupportedArchitectureError(model_type, "it has an encoder, only decoders are served")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedArchitectureError(model_type, "config.json: quantization_config: such weights are not read")
     for rope_type in _rope_types(text.to_dict()):
         if rope_type in _BATCH_DEPENDENT_ROPES:
             raise UnsupportedArchitectureError(
@@ -71,6 +69,14 @@ def refuse_class(module: Any) -> None:
         raise UnsupportedArchitectureError(
             model_type,
             "its code in transformers does not use the attention interface, so that KV memory cannot be paged",
+        )
+
+
+def refuse_quantization(config: Any) -> None:
+    """To be asked last: other reasons hold for the unquantized weights too. Raises UnsupportedArchitectureError."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedArchitectureError(
+            config.model_type, "config.json: quantization_config: such weights are not read"
         )
 
 

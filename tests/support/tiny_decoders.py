@@ -126,6 +126,8 @@ REFUSED: dict[str, tuple[str, Fields, str]] = {
     "LFM2": ("lfm2", {**_COMMON, "layer_types": ["conv", "full_attention"]}, "recurrent state"),
     "gpt-oss": ("gpt_oss", {**_COMMON, "head_dim": 16, "num_local_experts": 4, "rope_parameters": {"rope_type": "default",
                 "rope_theta": 10000.0}}, "attention sinks"),
+    "gpt-oss in MXFP4": ("gpt_oss", {**_COMMON, "head_dim": 16, "num_local_experts": 4, "quantization_config":
+                         {"quant_method": "mxfp4"}}, "attention sinks"),
     "Phi-3 with longrope": ("phi3", {**_COMMON, "rope_parameters": _LONGROPE}, "'longrope'.*longest sequence of the batch"),
     "Phi with dynamic NTK": (
         "phi",
