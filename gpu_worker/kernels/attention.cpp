@@ -18,6 +18,7 @@ using namespace sluice;
 
 namespace {
 
+constexpr int64_t kWholeItems = 4;  // from so many items per thread on, a thread takes all heads of an item after one another
 constexpr int64_t kDirectRows = 2 * kGroup;  // more rows than these read an fp16 tile faster when it is widened once
 
 // Joins what one partition gave into what those before it gave.
@@ -58,32 +59,52 @@ void take_tile(const SluiceStep& step, const SluiceItem& item, const Scratch& sc
     add_group(step.shape, scratch, make_group(item, row, n, heads, start, step.window), tile);
 }
 
+int64_t unit_size(const SluiceShape& shape) { return shape.block_size * (shape.head_dim + shape.value_stride); }
+
+// Where the keys of an item lie, and from where on and up to where it reads them.
 template <typename Stored>
-void take_partition(const SluiceStep& step, const SluiceItem& item, const Sequence<Stored>& sequence, const Scratch& scratch,
-                    int64_t partition) {
+struct Read {
+  Sequence<Stored> sequence;
+  int64_t begin, end;
+};
+
+template <typename Stored>
+Read<Stored> read_of(const SluiceStep& step, const SluiceItem& item, const Stored* memory, int64_t kv_head) {
   const SluiceShape& shape = step.shape;
-  const int64_t heads = heads_per_kv_head(shape), n = item.num_rows * heads;
-  const int64_t last_position = item.first_position + item.num_rows - 1;
-  const int64_t first_key = step.window > 0 ? item.first_position - step.window + 1 : 0;
+  const int64_t first_seen = step.window > 0 ? item.first_position - step.window + 1 : 0;
+  const int64_t begin = item.first_partition * kPartition, limit = begin + item.num_partitions * kPartition;
+  const int64_t end = item.first_position + item.num_rows;
+  const Sequence<Stored> sequence = {memory + kv_head * unit_size(shape), shape.num_kv_heads * unit_size(shape),
+                                     step.tables + item.table_start};
+  return {sequence, first_seen > begin ? first_seen / kTile * kTile : begin, end < limit ? end : limit};
+}
+
+// `next`: what the thread reads after this item, or nothing.
+template <typename Stored>
+void take_partition(const SluiceStep& step, const SluiceItem& item, const Read<Stored>& read, const Read<Stored>* next,
+                    const Scratch& scratch, int64_t partition) {
+  const SluiceShape& shape = step.shape;
+  const int64_t n = item.num_rows * heads_per_kv_head(shape), last_position = item.first_position + item.num_rows - 1;
   int64_t start = partition * kPartition;
-  const int64_t end = start + kPartition < last_position + 1 ? start + kPartition : last_position + 1;
-  if (first_key > start) start = first_key / kTile * kTile;
+  const int64_t end = start + kPartition < read.end ? start + kPartition : read.end;
+  if (read.begin > start) start = read.begin;
   reset(scratch.result, scratch.max, scratch.sum, n, shape.value_stride);
+  Ahead ahead;
   for (; start < end; start += kTile) {
     const Range first = visible(item.first_position, start, step.window);
     const Range all = {first.begin, visible(last_position, start, step.window).end};
+    if (start + kTile < read.end) expect(shape, read.sequence, start + kTile, read.end, &ahead);
+    else if (next) expect(shape, next->sequence, next->begin, next->end, &ahead);
     if (shape.block_size % kLanes != 0 || (sizeof(Stored) != sizeof(float) && n > kDirectRows))
-      take_tile(step, item, scratch, start, gather(shape, sequence, start, all, scratch));
+      take_tile(step, item, scratch, start, gather(shape, read.sequence, start, all, scratch, &ahead));
     else
-      take_tile(step, item, scratch, start, locate(shape, sequence, start, all));
+      take_tile(step, item, scratch, start, locate(shape, read.sequence, start, all, &ahead));
   }
 }
 
 inline void divide(const float* result, float sum, int64_t head_dim, float* out) {
   for (int64_t d = 0; d < head_dim; ++d) out[d] = result[d] / sum;
 }
-
-int64_t unit_size(const SluiceShape& shape) { return shape.block_size * (shape.head_dim + shape.value_stride); }
 
 int64_t partial_size(const SluiceShape& shape) { return shape.value_stride + kLanes; }
 
@@ -117,14 +138,13 @@ struct Rows {
 
 // One item and one KV head: rows of a sequence against their partitions.
 template <typename Stored>
-void run_item(const SluiceStep& step, const SluiceItem& item, int64_t kv_head, const Stored* memory, const Scratch& scratch,
-              float* partials, float* out) {
+void run_item(const SluiceStep& step, const SluiceItem& item, int64_t kv_head, const Stored* memory, const Read<Stored>* next,
+              const Scratch& scratch, float* partials, float* out) {
   const SluiceShape& shape = step.shape;
   const int64_t heads = heads_per_kv_head(shape), n = item.num_rows * heads, width = shape.value_stride;
-  const Sequence<Stored> sequence = {memory + kv_head * unit_size(shape), shape.num_kv_heads * unit_size(shape),
-                                     step.tables + item.table_start};
+  const Read<Stored> read = read_of(step, item, memory, kv_head);
   if (item.partial >= 0) {
-    take_partition(step, item, sequence, scratch, item.first_partition);
+    take_partition(step, item, read, next, scratch, item.first_partition);
     for (int64_t r = 0; r < n; ++r) {
       const int64_t place = (item.partial + r / heads) * shape.num_heads + kv_head * heads + r % heads;
       float* partial = partials + place * partial_size(shape);
@@ -136,7 +156,7 @@ void run_item(const SluiceStep& step, const SluiceItem& item, int64_t kv_head, c
   }
   reset(scratch.total, scratch.total_max, scratch.total_sum, n, width);
   for (int64_t p = 0; p < item.num_partitions; ++p) {
-    take_partition(step, item, sequence, scratch, item.first_partition + p);
+    take_partition(step, item, read, next, scratch, item.first_partition + p);
     for (int64_t r = 0; r < n; ++r)
       join(scratch.total + r * width, scratch.total_max + r, scratch.total_sum + r, scratch.result + r * width,
            scratch.max[r], scratch.sum[r], width);
@@ -167,17 +187,20 @@ void attend(const SluiceStep& step, Stored* memory, const Rows& query, const Row
   const SluiceShape& shape = step.shape;
   const int64_t size = scratch_size(shape, step.max_item_rows), kv_heads = shape.num_kv_heads;
   float* partials = step.workspace + step.threads * size;
+  const int64_t at_once = step.threads == 1 || step.num_items >= kWholeItems * step.threads ? kv_heads : 1;
 #pragma omp parallel num_threads(static_cast<int>(step.threads)) if (step.threads > 1)
   {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < step.num_rows; ++row)
       write_row(shape, memory, step.slots[row], key.at + row * key.stride, value.at + row * value.stride);
     const Scratch scratch = make_scratch(step.workspace + omp_get_thread_num() * size, shape, step.max_item_rows);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, at_once)
     for (int64_t i = 0; i < step.num_items * kv_heads; ++i) {
       const SluiceItem& item = step.items[i / kv_heads];
       scale_queries(shape, item, i % kv_heads, query.at, query.stride, scratch);
-      run_item(step, item, i % kv_heads, memory, scratch, partials, out);
+      const bool goes_on = at_once > 1 && i % kv_heads + 1 < kv_heads;
+      const Read<Stored> next = goes_on ? read_of(step, item, memory, i % kv_heads + 1) : Read<Stored>();
+      run_item(step, item, i % kv_heads, memory, goes_on ? &next : nullptr, scratch, partials, out);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < step.num_merges * shape.num_heads; ++i) {

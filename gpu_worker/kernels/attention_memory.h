@@ -108,12 +108,40 @@ inline float widen(Half x) { return _cvtsh_ss(x.bits); }
 inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, Half* to) { to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
+// Brings what the next tile is made of into the second cache, a few lines with each step of the loops over this one: a block is
+// too short for the processor to notice by itself that it is read from end to end.
+struct Ahead {
+  const char* blocks[kTile];
+  int64_t count = 0, next = 0, bytes = 0, offset = 0;
+
+  // Where the next `lines` lines begin, all in one block or a little behind it; what lies at `otherwise` when there are no more.
+  const char* take(int64_t lines, const void* otherwise) {
+    if (next == count) return static_cast<const char*>(otherwise);
+    const char* at = blocks[next] + offset;
+    offset += lines * kLine;
+    if (offset >= bytes) offset = 0, ++next;
+    return at;
+  }
+
+  static constexpr int64_t kLine = 64;
+};
+
+// Lines with each step, so that a tile brings one like itself in: more at once only get in each other's way.
+template <typename Stored>
+constexpr int64_t kAheadLines = sizeof(Stored) / 2;
+
+template <typename Stored>
+inline void fetch(const char* at) {
+  for (int64_t line = 0; line < kAheadLines<Stored>; ++line) _mm_prefetch(at + line * Ahead::kLine, _MM_HINT_T1);
+}
+
 // Where the keys and values of a tile's vectors lie: element d of the keys of vector j at keys[j] + d * key_stride, the
 // values of its key i at values[j] + i * value_stride.
 template <typename Stored>
 struct Tile {
   const Stored *keys[kTileVectors], *values[kTileVectors];
   int64_t key_stride;
+  Ahead* ahead;
 };
 
 template <typename Stored>
@@ -123,10 +151,22 @@ struct Sequence {
   const int32_t* table;
 };
 
+// The tile at `start` of keys up to `end` comes next.
+template <typename Stored>
+inline void expect(const SluiceShape& shape, const Sequence<Stored>& sequence, int64_t start, int64_t end, Ahead* ahead) {
+  ahead->count = ahead->next = ahead->offset = 0;
+  ahead->bytes = shape.block_size * (shape.head_dim + shape.value_stride) * sizeof(Stored);
+  if (end > start + kTile) end = start + kTile;
+  for (int64_t block = start / shape.block_size; block * shape.block_size < end && ahead->count < kTile; ++block)
+    ahead->blocks[ahead->count++] =
+        reinterpret_cast<const char*>(sequence.memory + sequence.table[block] * sequence.block_stride);
+}
+
 // Locates vectors [begin, end) of the tile at `start`, none of which lies in several blocks.
 template <typename Stored>
-inline Tile<Stored> locate(const SluiceShape& shape, const Sequence<Stored>& sequence, int64_t start, Range keys) {
+inline Tile<Stored> locate(const SluiceShape& shape, const Sequence<Stored>& sequence, int64_t start, Range keys, Ahead* ahead) {
   Tile<Stored> tile;
+  tile.ahead = ahead;
   tile.key_stride = shape.block_size;
   for (int64_t j = keys.begin / kLanes; j * kLanes < keys.end; ++j) {
     const int64_t key = start + j * kLanes, offset = key % shape.block_size;
@@ -140,8 +180,9 @@ inline Tile<Stored> locate(const SluiceShape& shape, const Sequence<Stored>& seq
 // The tile as fp32 in the scratch: for block sizes that are no whole vectors, and for fp16 that many rows will read.
 template <typename Stored>
 inline Tile<float> gather(const SluiceShape& shape, const Sequence<Stored>& sequence, int64_t start, Range keys,
-                          const Scratch& scratch) {
+                          const Scratch& scratch, Ahead* ahead) {
   Tile<float> tile;
+  tile.ahead = ahead;
   tile.key_stride = kTile;
   for (int64_t j = 0; j < kTileVectors; ++j) {
     tile.keys[j] = scratch.keys + j * kLanes;

@@ -6,19 +6,23 @@
 namespace sluice {
 
 template <int kRows, int kVectors, typename Stored>
-inline void score_vectors(const float* query, int64_t query_stride, const Stored* const* keys, int64_t key_stride,
-                          int64_t head_dim, float* scores) {
+inline void score_vectors(const float* query, int64_t query_stride, const Tile<Stored>& tile, int64_t first, int64_t head_dim,
+                          float* scores) {
   Vector sums[kRows][kVectors];
   const Stored* key[kVectors];
-  for (int j = 0; j < kVectors; ++j) key[j] = keys[j];
+  for (int j = 0; j < kVectors; ++j) key[j] = tile.keys[first + j];
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < kVectors; ++j) sums[r][j] = _mm256_setzero_ps();
-  for (int64_t d = 0; d < head_dim; ++d) {
-    Vector q[kRows];  // and one vector of keys at a time: with the sums, 3 x 4 rows and vectors fill all 16 registers
-    for (int r = 0; r < kRows; ++r) q[r] = _mm256_broadcast_ss(query + r * query_stride + d);
-    for (int j = 0; j < kVectors; ++j) {
-      const Vector k = load(key[j] + d * key_stride);
-      for (int r = 0; r < kRows; ++r) sums[r][j] = _mm256_fmadd_ps(q[r], k, sums[r][j]);
+  for (int64_t d = 0; d < head_dim;) {
+    const int64_t end = d + kLanes < head_dim ? d + kLanes : head_dim;
+    for (const char* ahead = tile.ahead->take(kLanes * kAheadLines<Stored>, query); d < end; ++d, ahead += Ahead::kLine * kAheadLines<Stored>) {
+      fetch<Stored>(ahead);
+      Vector q[kRows];  // and one vector of keys at a time: with the sums, 3 x 4 rows and vectors fill all 16 registers
+      for (int r = 0; r < kRows; ++r) q[r] = _mm256_broadcast_ss(query + r * query_stride + d);
+      for (int j = 0; j < kVectors; ++j) {
+        const Vector k = load(key[j] + d * tile.key_stride);
+        for (int r = 0; r < kRows; ++r) sums[r][j] = _mm256_fmadd_ps(q[r], k, sums[r][j]);
+      }
     }
   }
   for (int r = 0; r < kRows; ++r)
@@ -34,12 +38,12 @@ void score(const Scratch& scratch, int64_t row, const Tile<Stored>& tile, const 
   int64_t j = keys.begin / kLanes;
   const int64_t end = (keys.end + kLanes - 1) / kLanes;
   for (; j + 4 <= end; j += 4)
-    score_vectors<kRows, 4>(query, stride, tile.keys + j, tile.key_stride, shape.head_dim, scores + j * kLanes);
+    score_vectors<kRows, 4>(query, stride, tile, j, shape.head_dim, scores + j * kLanes);
   if (j + 2 <= end) {
-    score_vectors<kRows, 2>(query, stride, tile.keys + j, tile.key_stride, shape.head_dim, scores + j * kLanes);
+    score_vectors<kRows, 2>(query, stride, tile, j, shape.head_dim, scores + j * kLanes);
     j += 2;
   }
-  if (j < end) score_vectors<kRows, 1>(query, stride, tile.keys + j, tile.key_stride, shape.head_dim, scores + j * kLanes);
+  if (j < end) score_vectors<kRows, 1>(query, stride, tile, j, shape.head_dim, scores + j * kLanes);
 }
 
 inline Vector visible_lanes(int64_t vector, Range keys) {
@@ -62,28 +66,36 @@ inline void cap(const Scratch& scratch, int64_t row, Range keys, float softcap) 
   }
 }
 
-// Scores become weights; the row's maximum and sum take the tile in.
-inline void weigh(const Scratch& scratch, int64_t row, Range keys) {
-  float* scores = scratch.scores + row * kTile;
-  const int64_t begin = keys.begin / kLanes, end = (keys.end + kLanes - 1) / kLanes;
+// The row's maximum takes the scores of the tile in, and what was summed before is to be corrected for it.
+inline float raise_maximum(const Scratch& scratch, int64_t row, Range keys) {
+  const float* scores = scratch.scores + row * kTile;
   const Vector nothing = _mm256_set1_ps(kNothing);
   Vector maxima = nothing;
-  for (int64_t j = begin; j < end; ++j)
+  for (int64_t j = keys.begin / kLanes; j * kLanes < keys.end; ++j)
     maxima = _mm256_max_ps(maxima, hide(_mm256_loadu_ps(scores + j * kLanes), nothing, j, keys));
   const float tile_max = max_lanes(maxima), before = scratch.max[row];
   const float max = tile_max > before ? tile_max : before;
-  const Vector max_vector = _mm256_set1_ps(max);
+  scratch.correction[row] = before == kNothing ? 0.0f : exp2_of_negative(before - max);
+  scratch.max[row] = max;
+  return max;
+}
+
+inline void add_to_sum(const Scratch& scratch, int64_t row, Vector weights) {
+  scratch.sum[row] = std::fma(scratch.sum[row], scratch.correction[row], sum_lanes(weights));
+}
+
+// Scores become weights; the row's maximum and sum take the tile in.
+inline void weigh(const Scratch& scratch, int64_t row, Range keys) {
+  float* scores = scratch.scores + row * kTile;
+  const Vector max = _mm256_set1_ps(raise_maximum(scratch, row, keys));
   Vector sums = _mm256_setzero_ps();
-  for (int64_t j = begin; j < end; ++j) {
-    const Vector weight = exp2_of_negative(_mm256_sub_ps(_mm256_loadu_ps(scores + j * kLanes), max_vector));
+  for (int64_t j = keys.begin / kLanes; j * kLanes < keys.end; ++j) {
+    const Vector weight = exp2_of_negative(_mm256_sub_ps(_mm256_loadu_ps(scores + j * kLanes), max));
     const Vector seen = hide(weight, _mm256_setzero_ps(), j, keys);
     sums = _mm256_add_ps(sums, seen);
     _mm256_storeu_ps(scores + j * kLanes, seen);
   }
-  const float correction = before == kNothing ? 0.0f : exp2_of_negative(before - max);
-  scratch.correction[row] = correction;
-  scratch.sum[row] = std::fma(scratch.sum[row], correction, sum_lanes(sums));
-  scratch.max[row] = max;
+  add_to_sum(scratch, row, sums);
 }
 
 template <int kRows, int kVectors, typename Stored>
@@ -100,7 +112,8 @@ inline void add_vectors(const Scratch& scratch, int64_t row, const Tile<Stored>&
   for (int64_t i = keys.begin; i < keys.end;) {
     const Stored* value = tile.values[i / kLanes] + i % kLanes * value_stride + at;
     const int64_t end = (i / kLanes + 1) * kLanes < keys.end ? (i / kLanes + 1) * kLanes : keys.end;
-    for (; i < end; ++i, value += value_stride) {
+    for (const char* ahead = tile.ahead->take(kLanes * kAheadLines<Stored>, value); i < end; ++i, value += value_stride, ahead += Ahead::kLine * kAheadLines<Stored>) {
+      fetch<Stored>(ahead);
       Vector weight[kRows];
       for (int r = 0; r < kRows; ++r) weight[r] = _mm256_broadcast_ss(weights + r * kTile + i);
       for (int j = 0; j < kVectors; ++j) {

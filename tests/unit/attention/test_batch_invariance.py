@@ -76,6 +76,14 @@ def test_rows_have_the_same_bits_in_any_batch_chunking_placement_and_number_of_t
         assert not list(differences(make_backend("cpu", shape, kv_dtype), shape, LENGTHS, expected, seed))
 
 
+def test_rows_have_the_same_bits_among_so_many_sequences_that_threads_take_whole_ones():
+    lengths = [70, 3, 66, 40] * 3 + [5, 64]
+    expected = alone(GROUPED, lengths, torch.float16)
+    for seed in range(3):
+        backend = make_backend("cpu", GROUPED, torch.float16)
+        assert not list(differences(backend, GROUPED, lengths, expected, seed))
+
+
 def test_a_context_split_over_threads_has_the_bits_of_one_that_is_not():
     """Decodes far behind are split into partitions, chunks over the same keys are not."""
     shape = dataclasses.replace(GROUPED, num_heads=2, num_kv_heads=1, head_dim=8, num_blocks=160)
