@@ -36,7 +36,9 @@ class Subscription:
         self._items: deque[News] = deque()
         self._is_behind = False
         self._failure: SluiceError | None = None
-        self._wakeup = asyncio.Event()
+        # A future for each wait: an Event costs twice as much, and this is once for every token.
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: News) -> None:
         """Adds news, or marks the reader as behind when there is no room."""
@@ -49,12 +51,16 @@ class Subscription:
             self._items.append(item)
         else:
             self.num_dropped += 1
-        self._wakeup.set()
+        self._wake()
 
     def fail(self, error: SluiceError) -> None:
         """Ends the stream with `error` once what is in the inbox has been read."""
         self._failure = error
-        self._wakeup.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def raise_failure(self) -> None:
         """Raises what `fail` was given, if anything."""
@@ -69,10 +75,11 @@ class Subscription:
         self.is_waiting = True
         try:
             while not (self._items or self._is_behind or self._failure):
-                self._wakeup.clear()
-                await self._wakeup.wait()
+                self._waiter = self._loop.create_future()
+                await self._waiter
         finally:
             self.is_waiting = False
+            self._waiter = None
         if self._is_behind:
             self._is_behind = False
             return None
