@@ -110,7 +110,8 @@ def _busy_share(engine: NativeEngine, specs: list[SequenceSpec], num_steps: int)
         engine.add(spec)
     while engine.has_work() and _step(engine) < len(specs):
         pass
-    is_cuda = torch.cuda.is_available()
+    # Where it runs, not what the machine has: a dry run is one on the CPU.
+    is_cuda = engine.capabilities().details["device"].startswith("cuda")
     _synchronize()
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as profiler:
         started = time.perf_counter()
