@@ -52,6 +52,7 @@ async def test_heartbeats_say_what_came_to_the_cache_and_a_new_stream_begins_wit
 async def test_heartbeats_say_what_left_the_cache(serve):
     setup = await serve(num_blocks=5)
     async with setup.stream() as stream:
+        await stream.hello()
         await run(setup, stream, assignment(prompt=PROMPT))
         await eventually(lambda: heard(stream) == digests_of(setup))
         await run(setup, stream, assignment("other", prompt="x" * 40))
