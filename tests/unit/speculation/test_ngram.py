@@ -66,16 +66,19 @@ def test_rates_follow_what_came_though_nothing_was_verified():
     for token_id in continuation:
         proposer.offer([(copying, 4), (straying, 4)], 4)
         copying.token_ids.append(token_id)
-        # Always the one of the two that was not proposed.
-        straying.token_ids.append(ord("a") + (straying.token_ids[-1] == ord("a")) * 0 + 1 * (token_id % 2))
+        # Without any order.
+        straying.token_ids.append(ord("a") + token_id % 2)
     good, bad = proposer.offer([(copying, 4), (straying, 4)], 4)
     assert good[0] > 0.8
     assert not bad or bad[0] < good[0]
 
 
 def test_what_ended_is_forgotten():
-    proposer = NgramProposer()
-    propose(proposer, sequence_of(encode("abab")), 2)
+    proposer, sequence = NgramProposer(), sequence_of(encode("abab"))
+    propose(proposer, sequence, 2)
+    sequence.token_ids.append(ord("a"))
+    propose(proposer, sequence, 2)
+    assert proposer._book._grades_by_sequence
     proposer.forget("s")
     proposer.forget("unknown")
     assert not proposer._lookups
