@@ -91,6 +91,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     window = keys.whole_or_none("attention.sliding_window")
     if window and not family.has_window:
         raise header.unsupported(f"{keys.prefix}attention.sliding_window", f"{window} is not computed here")
+    if window and window >= context_length(header):
+        window = None  # it hides nothing
     if window:
         family = _WITH_WINDOW
     num_heads, head_dim = keys.whole("attention.head_count"), _head_dim(keys)

@@ -8,6 +8,7 @@ import pytest
 from gpu_worker.artifacts.gguf_config import config_fields
 from gpu_worker.artifacts.simulated_model import VOCAB_SIZE
 from gpu_worker.artifacts.weights import WeightsError
+from gpu_worker.models.config import read_model_config
 from service_kit.gguf.errors import GgufError, UnsupportedGgufError
 from service_kit.gguf.header import read_header
 from service_kit.gguf.tokenizer import tokenizer_document
@@ -193,6 +194,15 @@ def test_a_name_like_that_of_a_part_that_cannot_be_is_any_name(stem, whole, tmp_
     assert list_manifests(tmp_path) == {stem: path}
     assert find_model(tmp_path, stem) == path
     assert read_manifest(path).model == stem
+
+
+@pytest.mark.parametrize(
+    ("window", "model_type"), [(255, "mistral"), (256, "llama"), (2**32 - 1, "llama"), (0, "llama")]
+)
+def test_a_window_as_long_as_the_context_is_none(window, model_type, model, tmp_path):
+    write_gguf(tmp_path / "x.gguf", model, changes={"llama.attention.sliding_window": window})
+    assert config_fields(read_header(tmp_path / "x.gguf"))["model_type"] == model_type
+    assert read_model_config(tmp_path / "x.gguf").windows == ((window,) if model_type == "mistral" else (None,))
 
 
 def test_a_whole_file_is_read(whole, model):
