@@ -60,6 +60,17 @@ def test_sixteen_bits_are_the_dense_attention_within_their_rounding(dtype):
     torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=tolerance, atol=2 * tolerance)
 
 
+def test_the_numbers_of_a_head_may_lie_apart():
+    backend, heads = make_triton(SHAPE), make_heads(SHAPE, 12, 3)
+    apart = [
+        getattr(heads, part).transpose(1, 2).contiguous().transpose(1, 2).to(backend.device)
+        for part in ("query", "key", "value")
+    ]
+    assert all(part.stride(2) > 1 for part in apart)
+    result = backend.begin_step([row(0, 12, 12, 4, 2)])(0, *apart).cpu()
+    torch.testing.assert_close(result.double(), dense(heads, SHAPE.rules[0]), rtol=2e-5, atol=2e-5)
+
+
 def test_a_recorded_step_attends_what_stands_in_its_page_then():
     """As a CUDA graph does: made once, over a page that is written again before it runs."""
     backend = make_triton(SHAPE)

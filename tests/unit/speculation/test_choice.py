@@ -137,12 +137,14 @@ class Offers:
         return {name: (7,) * count for name, count in counts.items()}
 
 
-def step_of(num_sequences):
+def step_of(num_sequences, target_s=None):
     sequences = [
         Sequence(sequence_id=str(n), token_ids=[1], num_prompt_tokens=1, max_total_tokens=99, priority=1)
         for n in range(num_sequences)
     ]
-    return DraftableStep(decoding=tuple((each, 50) for each in sequences), num_rows=num_sequences, room=1000)
+    return DraftableStep(
+        decoding=tuple((each, 50) for each in sequences), num_rows=num_sequences, room=1000, target_s=target_s
+    )
 
 
 def plan_of(num_rows):
@@ -159,6 +161,13 @@ def test_the_same_rates_pay_for_one_and_not_for_many():
     assert len(speculator.propose(step_of(1))["0"]) >= 4
     assert speculator.propose(step_of(32)) == {}
     assert speculator.propose(step_of(1))
+
+
+def test_a_step_takes_no_longer_than_its_target_because_of_proposed_tokens():
+    speculator = Speculator(Offers(*(0.9,) * 7), RowCost(COST), max_draft_tokens=7, timer=lambda: 0.0)
+    assert len(speculator.propose(step_of(1))["0"]) == 7
+    # A row costs 0.4 / 7.
+    assert len(speculator.propose(step_of(1, target_s=1.2))["0"]) == 3
 
 
 def test_what_pays_little_goes_on_but_does_not_start():

@@ -9,16 +9,21 @@ from service_kit.sampling import SamplingParams
 
 
 class Broken:
+    def __init__(self):
+        self.forgotten = []
+
     def run(self, plan, requests):
         raise RuntimeError("out of memory")
 
-    def forget(self, sequence_id): ...
+    def forget(self, sequence_id):
+        self.forgotten.append(sequence_id)
 
 
 class Undecided:
     """Its logits are not finite."""
 
     def run(self, plan, requests):
+        assert all(request.sampling.logprobs is None for request in requests), "nobody asks for those of a draft"
         return [SampleFailure(reason=NOT_FINITE)] * len(requests)
 
     def forget(self, sequence_id): ...
@@ -28,7 +33,7 @@ def make_proposer(executor=None):
     proposer = DraftModelProposer(
         executor or Broken(), pool=BlockPool(num_blocks=8, block_size=4), context_length=12, cost=RowCost([(1, 0.001)])
     )
-    sampling = SamplingParams(max_output_tokens=9, temperature=0.0)
+    sampling = SamplingParams(max_output_tokens=9, temperature=0.0, logprobs=2)
     proposer.bind(
         lambda name, drafts: SampleRequest(
             sequence_id=name, sampling=sampling, position=1 + len(drafts), token_ids=[1], num_prompt_tokens=1
@@ -54,7 +59,8 @@ def test_nothing_is_proposed_beyond_its_own_context():
 
 
 def test_after_a_failure_it_is_not_asked_again():
-    proposer = make_proposer()
+    executor = Broken()
+    proposer = make_proposer(executor)
     decoding = [(sequence_of(3), 4)]
     assert proposer.offer(decoding, 4) != [()]
     assert proposer.propose({"s": 2}) == {}
@@ -62,6 +68,7 @@ def test_after_a_failure_it_is_not_asked_again():
     assert proposer.has_failed
     proposer.forget("s")
     proposer.check_integrity()
+    assert executor.forgotten == ["s"]
 
 
 def test_a_model_that_cannot_tell_is_trusted_less_with_each_time():
@@ -73,4 +80,4 @@ def test_a_model_that_cannot_tell_is_trusted_less_with_each_time():
         assert proposer.propose({"s": 2}) == {}
     assert rates[1:] == sorted(rates[1:], reverse=True)
     assert rates[-1] < 0.1
-    assert not proposer.has_failed
+    assert not proposer.has_failed, "the assertion above did not fail"
