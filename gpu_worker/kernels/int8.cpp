@@ -26,6 +26,7 @@ using namespace sluice;
 namespace {
 
 constexpr int64_t kRowsAtOnce = 128;  // rows that stay in the second cache while the weights pass by
+constexpr int64_t kPanelsAtOnce = 4;
 
 using Multiply = void (*)(const Product& product, int64_t row, int64_t panel);
 
@@ -41,17 +42,18 @@ Multiply tile_of(int64_t num_rows) {
   return tile_of<Variant>(num_rows, std::make_integer_sequence<int, Variant::kRows>());
 }
 
-// To be called by all threads of a region.
+// To be called by all threads of a region; each takes panels that lie together. A tile goes through a few panels at a time,
+// so that neither its rows nor the weights come from beyond the second cache for every use.
 template <typename Variant>
 void multiply_all(const Product& product, const Tiles& tiles) {
   const int64_t panels = (product.outputs + kColumns - 1) / kColumns, at_once = kRowsAtOnce / Variant::kRows;
-  for (int64_t first = 0; first < tiles.count; first += at_once) {
-    const int64_t end = first + at_once < tiles.count ? first + at_once : tiles.count;
-#pragma omp for schedule(static) nowait
-    for (int64_t panel = 0; panel < panels; ++panel)
-      for (int64_t tile = first; tile < end; ++tile)
-        tile_of<Variant>(tiles.size(tile))(product, tiles.begin(tile), panel);
-  }
+  const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  const int64_t begin = thread * panels / threads, end = (thread + 1) * panels / threads;
+  for (int64_t first = 0; first < tiles.count; first += at_once)
+    for (int64_t group = begin; group < end; group += kPanelsAtOnce)
+      for (int64_t tile = first; tile < tiles.count && tile < first + at_once; ++tile)
+        for (int64_t panel = group; panel < end && panel < group + kPanelsAtOnce; ++panel)
+          tile_of<Variant>(tiles.size(tile))(product, tiles.begin(tile), panel);
 }
 
 // Where things lie in the workspace: scales of the rows, a row for each thread, and whole numbers from a line's begin on.
