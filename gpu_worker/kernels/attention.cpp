@@ -79,26 +79,33 @@ Read<Stored> read_of(const SluiceStep& step, const SluiceItem& item, const Store
   return {sequence, first_seen > begin ? first_seen / kTile * kTile : begin, end < limit ? end : limit};
 }
 
-// `next`: what the thread reads after this item, or nothing.
+// `next`: what the thread reads after this, or nothing.
+template <typename Stored>
+void expect(const SluiceShape& shape, const Read<Stored>& read, const Read<Stored>* next, int64_t start, Ahead* ahead) {
+  ahead->settle(shape.block_size);
+  ahead->bytes = unit_size(shape) * sizeof(Stored);
+  expect(shape, read.sequence, start, read.end, &ahead->reached_now, ahead);
+  ahead->num_now = ahead->count;
+  if (next) expect(shape, next->sequence, next->begin, next->end, &ahead->reached_then, ahead);
+}
+
 template <typename Stored>
 void take_partition(const SluiceStep& step, const SluiceItem& item, const Read<Stored>& read, const Read<Stored>* next,
-                    const Scratch& scratch, int64_t partition) {
+                    const Scratch& scratch, int64_t partition, Ahead* ahead) {
   const SluiceShape& shape = step.shape;
   const int64_t n = item.num_rows * heads_per_kv_head(shape), last_position = item.first_position + item.num_rows - 1;
   int64_t start = partition * kPartition;
   const int64_t end = start + kPartition < read.end ? start + kPartition : read.end;
   if (read.begin > start) start = read.begin;
   reset(scratch.result, scratch.max, scratch.sum, n, shape.value_stride);
-  Ahead ahead;
   for (; start < end; start += kTile) {
     const Range first = visible(item.first_position, start, step.window);
     const Range all = {first.begin, visible(last_position, start, step.window).end};
-    if (start + kTile < read.end) expect(shape, read.sequence, start + kTile, read.end, &ahead);
-    else if (next) expect(shape, next->sequence, next->begin, next->end, &ahead);
+    expect(shape, read, next, start + kTile, ahead);
     if (shape.block_size % kLanes != 0 || (sizeof(Stored) != sizeof(float) && n > kDirectRows))
-      take_tile(step, item, scratch, start, gather(shape, read.sequence, start, all, scratch, &ahead));
+      take_tile(step, item, scratch, start, gather(shape, read.sequence, start, all, scratch, ahead));
     else
-      take_tile(step, item, scratch, start, locate(shape, read.sequence, start, all, &ahead));
+      take_tile(step, item, scratch, start, locate(shape, read.sequence, start, all, ahead));
   }
 }
 
@@ -139,12 +146,12 @@ struct Rows {
 // One item and one KV head: rows of a sequence against their partitions.
 template <typename Stored>
 void run_item(const SluiceStep& step, const SluiceItem& item, int64_t kv_head, const Stored* memory, const Read<Stored>* next,
-              const Scratch& scratch, float* partials, float* out) {
+              const Scratch& scratch, Ahead* ahead, float* partials, float* out) {
   const SluiceShape& shape = step.shape;
   const int64_t heads = heads_per_kv_head(shape), n = item.num_rows * heads, width = shape.value_stride;
   const Read<Stored> read = read_of(step, item, memory, kv_head);
   if (item.partial >= 0) {
-    take_partition(step, item, read, next, scratch, item.first_partition);
+    take_partition(step, item, read, next, scratch, item.first_partition, ahead);
     for (int64_t r = 0; r < n; ++r) {
       const int64_t place = (item.partial + r / heads) * shape.num_heads + kv_head * heads + r % heads;
       float* partial = partials + place * partial_size(shape);
@@ -156,7 +163,7 @@ void run_item(const SluiceStep& step, const SluiceItem& item, int64_t kv_head, c
   }
   reset(scratch.total, scratch.total_max, scratch.total_sum, n, width);
   for (int64_t p = 0; p < item.num_partitions; ++p) {
-    take_partition(step, item, read, next, scratch, item.first_partition + p);
+    take_partition(step, item, read, next, scratch, item.first_partition + p, ahead);
     for (int64_t r = 0; r < n; ++r)
       join(scratch.total + r * width, scratch.total_max + r, scratch.total_sum + r, scratch.result + r * width,
            scratch.max[r], scratch.sum[r], width);
@@ -194,13 +201,15 @@ void attend(const SluiceStep& step, Stored* memory, const Rows& query, const Row
     for (int64_t row = 0; row < step.num_rows; ++row)
       write_row(shape, memory, step.slots[row], key.at + row * key.stride, value.at + row * value.stride);
     const Scratch scratch = make_scratch(step.workspace + omp_get_thread_num() * size, shape, step.max_item_rows);
+    Ahead ahead;
 #pragma omp for schedule(dynamic, at_once)
     for (int64_t i = 0; i < step.num_items * kv_heads; ++i) {
       const SluiceItem& item = step.items[i / kv_heads];
       scale_queries(shape, item, i % kv_heads, query.at, query.stride, scratch);
       const bool goes_on = at_once > 1 && i % kv_heads + 1 < kv_heads;
       const Read<Stored> next = goes_on ? read_of(step, item, memory, i % kv_heads + 1) : Read<Stored>();
-      run_item(step, item, i % kv_heads, memory, goes_on ? &next : nullptr, scratch, partials, out);
+      run_item(step, item, i % kv_heads, memory, goes_on ? &next : nullptr, scratch, &ahead, partials, out);
+      ahead.go_on(shape.block_size);
     }
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < step.num_merges * shape.num_heads; ++i) {

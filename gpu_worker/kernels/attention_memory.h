@@ -108,11 +108,16 @@ inline float widen(Half x) { return _cvtsh_ss(x.bits); }
 inline void narrow(float x, float* to) { *to = x; }
 inline void narrow(float x, Half* to) { to->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
-// Brings what the next tile is made of into the second cache, a few lines with each step of the loops over this one: a block is
-// too short for the processor to notice by itself that it is read from end to end.
+// Brings the blocks that come next into the second cache, a few lines with each step of the loops over a tile: a block is too
+// short for the processor to notice by itself that it is read from end to end. What comes next are the rest of what is read
+// now and the beginning of what is read then.
 struct Ahead {
+  static constexpr int64_t kLine = 64;
+
   const char* blocks[kTile];
-  int64_t count = 0, next = 0, bytes = 0, offset = 0;
+  int64_t count = 0, num_now = 0;  // blocks, and how many of them are read now; the others then
+  int64_t next = 0, bytes = 0, offset = 0;
+  int64_t reached_now = 0, reached_then = 0;  // keys up to which blocks have come
 
   // Where the next `lines` lines begin, all in one block or a little behind it; what lies at `otherwise` when there are no more.
   const char* take(int64_t lines, const void* otherwise) {
@@ -123,7 +128,20 @@ struct Ahead {
     return at;
   }
 
-  static constexpr int64_t kLine = 64;
+  // Forgets the blocks, and remembers how far it came with them.
+  void settle(int64_t block_size) {
+    const int64_t now = next < num_now ? next : num_now;
+    reached_now += now * block_size;
+    reached_then += (next - now) * block_size;
+    count = num_now = next = offset = 0;
+  }
+
+  // What was read then is read now.
+  void go_on(int64_t block_size) {
+    settle(block_size);
+    reached_now = reached_then;
+    reached_then = 0;
+  }
 };
 
 // Lines with each step, so that a tile brings one like itself in: more at once only get in each other's way.
@@ -151,13 +169,13 @@ struct Sequence {
   const int32_t* table;
 };
 
-// The tile at `start` of keys up to `end` comes next.
+// Adds blocks from key `reached` on, but not from before `begin`, up to `end` and to a tile's worth of blocks in all.
 template <typename Stored>
-inline void expect(const SluiceShape& shape, const Sequence<Stored>& sequence, int64_t start, int64_t end, Ahead* ahead) {
-  ahead->count = ahead->next = ahead->offset = 0;
-  ahead->bytes = shape.block_size * (shape.head_dim + shape.value_stride) * sizeof(Stored);
-  if (end > start + kTile) end = start + kTile;
-  for (int64_t block = start / shape.block_size; block * shape.block_size < end && ahead->count < kTile; ++block)
+inline void expect(const SluiceShape& shape, const Sequence<Stored>& sequence, int64_t begin, int64_t end, int64_t* reached,
+                   Ahead* ahead) {
+  const int64_t size = shape.block_size, most = kTile > size ? kTile / size : 1;
+  int64_t block = (*reached > begin ? *reached : begin) / size;
+  for (*reached = block * size; block * size < end && ahead->count < most; ++block)
     ahead->blocks[ahead->count++] =
         reinterpret_cast<const char*>(sequence.memory + sequence.table[block] * sequence.block_stride);
 }
