@@ -17,6 +17,7 @@ from gpu_worker.announcer import Announcer, AnnounceTimes, SchedulerTarget
 from gpu_worker.config import WorkerConfig
 from gpu_worker.metrics import WorkerMetrics
 from gpu_worker.service import WorkerServicer
+from gpu_worker.session_stream import StreamTimes
 from gpu_worker.supervisor import EngineCommand, EngineLostError, EngineProcess, HangLimits
 from gpu_worker.tasks import run_until_first
 from gpu_worker.tracing import record_attempt
@@ -63,7 +64,12 @@ async def serve(config: WorkerConfig) -> None:
         worker = Worker(
             spawn=partial(EngineProcess.spawn, command, clock=time.monotonic),
             announce=announcer.run,
-            times=WorkerTimes(start=config.start, drain=config.drain, hang=HangLimits(minimum=config.hang)),
+            times=WorkerTimes(
+                start=config.start,
+                drain=config.drain,
+                hang=HangLimits(minimum=config.hang),
+                stream=StreamTimes(pace=config.pace),
+            ),
             clock=time.monotonic,
             on_finish=record_attempt,
             on_load=WorkerMetrics(get_meter("sluice")).take,
@@ -128,7 +134,7 @@ def _thread_waiting() -> dict[str, str]:
     this alone on the machine, and 40 % slower beside one busy process.
     """
     is_said = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
-    return {} if is_said else {"GOMP_SPINCOUNT": "10000"}
+    return {} if is_said else {"GOMP_SPINCOUNT": "1000"}
 
 
 def main() -> int:

@@ -103,6 +103,11 @@ class AttemptRecord:
             return False
         return self.num_sent < len(self.token_ids) or (self.end is not None and not self.is_end_sent)
 
+    @property
+    def is_urgent(self) -> bool:
+        """Of a record with news: whether somebody waits for them, for the first token or the end."""
+        return self.num_sent == 0 or self.end is not None
+
     def append(self, delta: Delta) -> None:
         assert delta.first == self.position + 1, "the engine numbers gaplessly"
         if not self.token_ids:
@@ -179,6 +184,7 @@ class AttemptBook:
         self._by_generation: dict[GenerationId, AttemptRecord] = {}
         self._by_sequence: dict[str, AttemptRecord] = {}
         self._with_news: dict[str, AttemptRecord] = {}
+        self._urgent: dict[str, AttemptRecord] = {}
 
     def __len__(self) -> int:
         return len(self._by_generation)
@@ -189,6 +195,10 @@ class AttemptBook:
     @property
     def has_news(self) -> bool:
         return bool(self._with_news)
+
+    @property
+    def has_urgent_news(self) -> bool:
+        return bool(self._urgent)
 
     def find(self, ref: AttemptRef) -> AttemptRecord | None:
         record = self._by_generation.get(ref.generation_id)
@@ -267,6 +277,7 @@ class AttemptBook:
             record.resend_from(record.position + 1)
             record.awaits_verdict = True
         self._with_news.clear()
+        self._urgent.clear()
 
     def resend_from(self, ref: AttemptRef, sequence_number: int) -> None:
         record = self.find(ref)
@@ -280,10 +291,10 @@ class AttemptBook:
             record.awaits_verdict = False
             self._note(record)
 
-    def take_news(self, max_tokens: int = MAX_BATCH_TOKENS) -> list[AttemptNews]:
+    def take_news(self, max_tokens: int = MAX_BATCH_TOKENS, *, only_urgent: bool = False) -> list[AttemptNews]:
         """The next batch, in the order in which the news came."""
         news = []
-        for sequence_id, record in list(self._with_news.items()):
+        for sequence_id, record in list((self._urgent if only_urgent else self._with_news).items()):
             if max_tokens <= 0:
                 break
             news.append(record.take(max_tokens))
@@ -291,6 +302,7 @@ class AttemptBook:
             max_tokens -= len(taken.token_ids) if taken is not None else 0
             if not record.has_news:
                 del self._with_news[sequence_id]
+                self._urgent.pop(sequence_id, None)
         return news
 
     def _new_record(self, ref: AttemptRef, *, num_prior: int) -> AttemptRecord:
@@ -304,10 +316,13 @@ class AttemptBook:
     def _note(self, record: AttemptRecord) -> None:
         if record.has_news:
             self._with_news[record.sequence_id] = record
+            if record.is_urgent:
+                self._urgent[record.sequence_id] = record
 
     def _drop(self, record: AttemptRecord) -> str | None:
         """Removes every trace; returns the sequence to abort if it still runs."""
         del self._by_generation[record.ref.generation_id]
         del self._by_sequence[record.sequence_id]
         self._with_news.pop(record.sequence_id, None)
+        self._urgent.pop(record.sequence_id, None)
         return record.sequence_id if record.end is None else None

@@ -6,6 +6,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from gpu_worker.delta_pace import DELTAS_PER_S_AND_CORE, DeltaPace
+from gpu_worker.engine.host_resources import available_threads
 from gpu_worker.speculation.settings import MODES
 from service_kit.environment import Environment, EnvironmentVariableError
 from service_kit.internal_access import InternalAccess
@@ -35,6 +37,7 @@ class WorkerConfig:
     start: timedelta
     drain: timedelta
     hang: timedelta
+    pace: DeltaPace
     trace_dir: Path | None
     otlp_endpoint: str | None
     log_level: str
@@ -59,6 +62,7 @@ class WorkerConfig:
             start=environment.seconds("SLUICE_ENGINE_START_S", timedelta(minutes=10), minimum=second, maximum=hour),
             drain=environment.seconds("SLUICE_DRAIN_S", timedelta(seconds=20), minimum=timedelta(0), maximum=hour),
             hang=environment.seconds("SLUICE_ENGINE_HANG_S", timedelta(seconds=10), minimum=second, maximum=hour),
+            pace=_read_pace(environment),
             trace_dir=environment.optional_path("SLUICE_TRACE_DIR"),
             otlp_endpoint=environment.optional_text("OTEL_EXPORTER_OTLP_ENDPOINT"),
             log_level=environment.choice("SLUICE_LOG_LEVEL", "INFO", ("DEBUG", "INFO", "WARNING", "ERROR")),
@@ -89,6 +93,12 @@ def _read_settings(environment: Environment) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise EnvironmentVariableError(name, "must be a JSON object")
     return settings
+
+
+def _read_pace(environment: Environment) -> DeltaPace:
+    default = DELTAS_PER_S_AND_CORE * available_threads()
+    deltas_per_s = environment.number("SLUICE_MAX_DELTAS_PER_S", default, minimum=0, maximum=1e9)
+    return DeltaPace(deltas_per_s=deltas_per_s) if deltas_per_s else DeltaPace()
 
 
 def _read_speculation(environment: Environment) -> dict[str, Any]:

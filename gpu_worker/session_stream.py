@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
 from gpu_worker.attempts import AttemptBook, AttemptNews, AttemptRef, HeldAttempt
 from gpu_worker.cached_prefixes import PrefixFeed
+from gpu_worker.delta_pace import DeltaPace
 from gpu_worker.engine.port import CacheChanges, LoadReport
 from service_kit.errors import SluiceError, UnavailableError
 from service_kit.ids import SchedulerId
@@ -21,11 +22,12 @@ _log = get_logger()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTimes:
     """`heartbeat`: between heartbeats. `after_end`: from an end to a heartbeat that says which memory it freed.
-    `silence`: a scheduler unheard for so long is given up."""
+    `silence`: a scheduler unheard for so long is given up. `pace`: between tokens."""
 
     heartbeat: timedelta = timedelta(seconds=1)
     after_end: timedelta = timedelta(milliseconds=50)
     silence: timedelta = timedelta(seconds=2)
+    pace: DeltaPace = field(default_factory=DeltaPace)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,8 @@ class SessionStream:
         self._clock = clock
         self._last_heard = clock()
         self._heartbeat_due: float | None = None
+        self._tokens_due = 0.0
+        """When all tokens go out that have gathered; before, only those that somebody waits for."""
         self._num_sent = 0
         self._num_acknowledged = 0
         self._is_closed = asyncio.Event()
@@ -146,9 +150,9 @@ class SessionStream:
             if rest <= 0:
                 self._heartbeat_due = self._clock() + self._times.heartbeat.total_seconds()
                 return self._session.state_message(self._prefixes.take(), is_hello=False)
-            if self._num_sent - self._num_acknowledged < MAX_UNACKNOWLEDGED_BATCHES and self._session.book.has_news:
+            has_room = self._num_sent - self._num_acknowledged < MAX_UNACKNOWLEDGED_BATCHES
+            if has_room and (news := self._take_news()):
                 self._num_sent += 1
-                news = tuple(self._session.book.take_news())
                 if any(each.end is not None for each in news):
                     # Work that waits for memory is not to wait for the next regular heartbeat as well.
                     soon = self._clock() + self._times.after_end.total_seconds()
@@ -156,8 +160,18 @@ class SessionStream:
                 return BatchMessage(batch=self._num_sent, news=news)
             if self._farewell is not None:
                 return self._farewell
+            if has_room and self._session.book.has_news:
+                rest = min(rest, self._tokens_due - self._clock())
             try:
                 async with asyncio.timeout(rest):
                     await self.wake.wait()
             except TimeoutError:
                 continue
+
+    def _take_news(self) -> tuple[AttemptNews, ...]:
+        book, now_s = self._session.book, self._clock()
+        if now_s >= self._tokens_due or self._farewell is not None:
+            if book.has_news:
+                self._tokens_due = now_s + self._times.pace.pause_s(len(book))
+            return tuple(book.take_news())
+        return tuple(book.take_news(only_urgent=True)) if book.has_urgent_news else ()

@@ -147,6 +147,7 @@ async def _start_worker(directory: str, scheduler: str, num_streams: int) -> asy
         "SLUICE_MODEL_DIR": directory,
         "SLUICE_ENGINE_SETTINGS": json.dumps(settings),
         "SLUICE_LOG_LEVEL": "ERROR",
+        "SLUICE_MAX_DELTAS_PER_S": "0",  # a delta for each token, as many as it can
     }
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "gpu_worker"), env={**os.environ, **environment}
