@@ -63,17 +63,23 @@ async def _first_answer(store: PostgresStore, generation_id):
 async def test_a_connection_that_the_server_has_closed_is_replaced_and_no_call_fails(
     emptied_postgres_store: PostgresStore, store_admin: str
 ) -> None:
-    store = PostgresStore(store_admin, settings=PoolSettings(acquire_timeout=timedelta(seconds=10)))
-    await store.open()
-    record = await submitted(store)
     async with await psycopg.AsyncConnection.connect(store_admin, autocommit=True) as admin:
-        ended = await admin.execute(
-            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
-            " WHERE datname = current_database() AND application_name = 'sluice'"
-        )
-        assert [is_gone for (is_gone,) in await ended.fetchall()].count(True) >= 1
+        others = await _connections(admin)
+        store = PostgresStore(store_admin, settings=PoolSettings(acquire_timeout=timedelta(seconds=10)))
+        await store.open()
+        record = await submitted(store)
+        own = await _connections(admin) - others
+        ended = await admin.execute("SELECT pg_terminate_backend(pid, 5000) FROM unnest(%s::int[]) pid", (list(own),))
+        assert await ended.fetchall() == [(True,)] * len(own)
+        assert own
     assert await store.get_many([record.generation_id]) == [record]
     await store.close()
+
+
+async def _connections(admin: psycopg.AsyncConnection) -> set[int]:
+    """Process ids of the stores' connections."""
+    found = await admin.execute("SELECT pid FROM pg_stat_activity WHERE application_name = 'sluice'")
+    return {pid for (pid,) in await found.fetchall()}
 
 
 async def test_a_lock_that_is_held_too_long_is_unavailable_and_nothing_was_written(
