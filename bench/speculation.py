@@ -152,8 +152,8 @@ def measure_many(bench: Bench) -> Iterator[Figure]:
 def measure_draft_model(settings: EngineSettings) -> Iterator[Figure]:
     """The quantized model proposes for the one that it was made of."""
     bench = Bench(FP32, replace(settings, speculation="draft", draft_model=str(INT8), max_draft_tokens=5))
-    for way, number in (("1 request", 1), (f"{MANY} requests", MANY)):
-        found = bench.compare([bench.prose(i) for i in range(number)], num_output=48, temperature=0.8)
+    for way, number, num_output in (("1 request", 1, 256), ("1 short request", 1, 48), (f"{MANY} requests", MANY, 48)):
+        found = bench.compare([bench.prose(i) for i in range(number)], num_output=num_output, temperature=0.8)
         yield Figure(
             name=f"fp32 with its int8 as draft model, {way}, prose: time of plain / its own", value=found.gain,
             at_least=0.97, note=f"{found.tokens_per_step:.2f} tokens per step, {_note(found)}",

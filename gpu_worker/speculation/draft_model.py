@@ -28,6 +28,9 @@ _CATCH_UP_TOKENS = 512
 """Tokens of prompts that one step computes at most before it proposes."""
 _WRITTEN_OFF_OVER = 16
 """Steps over which the computing of a prompt is expected to pay for itself."""
+_MAX_CATCH_UP_SHARE = 0.1
+"""Of the draft model's time for one token after another, as many as a sequence may still get: a prompt that takes longer to
+compute is not worth it, however good the proposals are."""
 
 log = structlog.get_logger()
 
@@ -91,9 +94,17 @@ class DraftModelProposer:
         rates = []
         for sequence, room in decoding:
             count = max(0, min(most, room, self._context_length - sequence.num_tokens))
+            if not self._pays_to_catch_up(sequence):
+                count = 0
             rate = self._book.rate(sequence.sequence_id, 0)
             rates.append((max(rate, _HOPEFUL) if is_hopeful else rate,) * count)
         return rates
+
+    def _pays_to_catch_up(self, sequence: ScheduledSequence) -> bool:
+        num_missing = self._contexts.num_missing(sequence.sequence_id, sequence.token_ids)
+        once = self._cost.predict(1)
+        num_left = sequence.max_total_tokens - sequence.num_tokens
+        return self._cost.predict(num_missing) - once <= _MAX_CATCH_UP_SHARE * num_left * once
 
     def seconds(self, depth: int) -> float:
         num_rows = len(self._sequences)

@@ -31,7 +31,10 @@ class Undecided:
 
 def make_proposer(executor=None):
     proposer = DraftModelProposer(
-        executor or Broken(), pool=BlockPool(num_blocks=8, block_size=4), context_length=12, cost=RowCost([(1, 0.001)])
+        executor or Broken(),
+        pool=BlockPool(num_blocks=8, block_size=4),
+        context_length=12,
+        cost=RowCost([(1, 0.001), (16, 0.002)]),
     )
     sampling = SamplingParams(max_output_tokens=9, temperature=0.0, logprobs=2)
     proposer.bind(
@@ -81,3 +84,18 @@ def test_a_model_that_cannot_tell_is_trusted_less_with_each_time():
     assert rates[1:] == sorted(rates[1:], reverse=True)
     assert rates[-1] < 0.1
     assert not proposer.has_failed, "the assertion above did not fail"
+
+
+def test_a_long_prompt_is_not_computed_for_the_few_tokens_that_a_sequence_may_still_get():
+    # A row more costs the draft model a tenth of a step: 21 missing tokens two of its steps, so twenty have to be left.
+    cost = RowCost([(1, 0.010), (101, 0.110)])
+    proposer = DraftModelProposer(Broken(), pool=BlockPool(num_blocks=64, block_size=4), context_length=200, cost=cost)
+
+    def offered(num_left):
+        sequence = Sequence(
+            sequence_id="s", token_ids=[1] * 21, num_prompt_tokens=20, max_total_tokens=21 + num_left, priority=1
+        )
+        (rates,) = proposer.offer([(sequence, 4)], 4)
+        return len(rates)
+
+    assert [offered(num_left) for num_left in (5, 19, 21, 100)] == [0, 0, 4, 4]
