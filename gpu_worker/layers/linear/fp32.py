@@ -7,18 +7,17 @@ on its neighbours nor on the instruction set.
 import torch
 
 from gpu_worker.kernels.fp32 import Fp32Kernels, PackedFp32
-from gpu_worker.layers.norm import Norm
+from gpu_worker.layers.linear.packed import PackedLinear
 
 
 class Fp32UnavailableError(Exception):
     """These weights cannot be multiplied by our kernel here; the text says why."""
 
 
-class Fp32Linear:
+class Fp32Linear(PackedLinear[Fp32Kernels]):
     """Implements Linear. Holds a copy of the weight in the kernel's layout, and none of the memory it was made from."""
 
     name = "fp32"
-    is_batch_invariant = True
 
     def __init__(self, kernels: Fp32Kernels | None, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` [out, in]. Raises Fp32UnavailableError."""
@@ -26,22 +25,4 @@ class Fp32Linear:
             raise Fp32UnavailableError(f"only fp32 on a CPU is packed, not {weight.dtype} on {weight.device.type}")
         if kernels is None:
             raise Fp32UnavailableError("the CPU kernels are missing")
-        self._kernels = kernels
-        self._weight = PackedFp32(weight, bias)
-
-    @property
-    def kernels(self) -> Fp32Kernels:
-        return self._kernels
-
-    @property
-    def packed(self) -> PackedFp32:
-        return self._weight
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._kernels.multiply(rows if rows.stride(1) == 1 else rows.contiguous(), self._weight)
-
-    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        return self._kernels.multiply_after_norm(hidden, delta, (norm.weight, norm.eps), self._weight)
-
-    def after_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._kernels.multiply_after_gate(gate_up, self._weight)
+        super().__init__(kernels, PackedFp32(weight, bias))

@@ -7,7 +7,7 @@ its bits do not depend on its neighbours.
 import torch
 
 from gpu_worker.kernels.int8 import LARGEST_ACTIVATION, Int8Kernels, PackedWeight
-from gpu_worker.layers.norm import Norm
+from gpu_worker.layers.linear.packed import PackedLinear
 
 LARGEST_WEIGHT = 127
 _MAX_INPUTS = (2**31 - 1) // (LARGEST_WEIGHT * LARGEST_ACTIVATION)
@@ -17,11 +17,10 @@ class Int8UnavailableError(Exception):
     """These weights cannot be multiplied as int8 here; the text says why."""
 
 
-class Int8Linear:
+class Int8Linear(PackedLinear[Int8Kernels]):
     """Implements Linear. Holds a copy of the weight in the kernel's layout, and none of the memory it was made from."""
 
     name = "int8"
-    is_batch_invariant = True
 
     def __init__(
         self, kernels: Int8Kernels | None, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
@@ -38,22 +37,4 @@ class Int8Linear:
             )
         if int(weight.min()) < -LARGEST_WEIGHT:
             raise Int8UnavailableError(f"a weight is below -{LARGEST_WEIGHT}")
-        self._kernels = kernels
-        self._weight = PackedWeight(weight, scale, bias)
-
-    @property
-    def kernels(self) -> Int8Kernels:
-        return self._kernels
-
-    @property
-    def packed(self) -> PackedWeight:
-        return self._weight
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._kernels.multiply(rows if rows.stride(1) == 1 else rows.contiguous(), self._weight)
-
-    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        return self._kernels.multiply_after_norm(hidden, delta, (norm.weight, norm.eps), self._weight)
-
-    def after_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._kernels.multiply_after_gate(gate_up, self._weight)
+        super().__init__(kernels, PackedWeight(weight, scale, bias))
